@@ -1,0 +1,76 @@
+/* A stand-in for libcuda.so.1 that hands every launch to a callback instead of a GPU (tests only).
+ *
+ * Loaded before the extension, it answers the extension's dlopen("libcuda.so.1") by its soname. Exporting
+ * m3_sparse_host_memory makes the extension accept CPU tensors. Kernels are identified by their entry name. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int CUresult;
+typedef struct {
+  unsigned grid[3], block[3], shared_bytes;
+  void *stream, *attributes;
+  unsigned num_attributes;
+} LaunchConfig;
+typedef void (*LaunchCallback)(const char *entry, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
+                               void *stream, void **params);
+
+int m3_sparse_host_memory = 1;
+static LaunchCallback on_launch;
+static int capability = 90, load_count, context_device = -1;
+
+void recording_set_callback(LaunchCallback callback) { on_launch = callback; }
+void recording_set_capability(int value) { capability = value; }
+int recording_load_count(void) { return load_count; }
+
+static CUresult Init(unsigned flags) { return 0; }
+static CUresult GetErrorString(CUresult error, const char **text) { *text = "recorded error"; return 0; }
+static CUresult CtxGetDevice(int *device) { *device = context_device; return context_device < 0 ? 201 : 0; }
+static CUresult CtxPushCurrent(void *context) { context_device = (int)(intptr_t)context - 1; return 0; }
+static CUresult CtxPopCurrent(void **context) { context_device = -1; return 0; }
+static CUresult DevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(intptr_t)(device + 1); return 0; }
+static CUresult DeviceGetAttribute(int *value, int attribute, int device) {
+  /* 75 and 76: compute capability, major and minor */
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 0;
+  return 0;
+}
+static CUresult LibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
+  if (memcmp(code, "\177ELF", 4)) return 200; /* CUDA_ERROR_INVALID_IMAGE */
+  load_count++;
+  *library = (void *)code;
+  return 0;
+}
+static CUresult LibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = strdup(name); return 0; }
+static CUresult KernelSetAttribute(int attribute, int value, void *kernel, int device) { return 0; }
+static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **params, void **extra) {
+  if (context_device < 0) return 201; /* CUDA_ERROR_INVALID_CONTEXT */
+  if (on_launch) on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
+  return 0;
+}
+
+static const struct {
+  const char *name;
+  void *function;
+} TABLE[] = {
+    {"cuInit", Init},
+    {"cuGetErrorString", GetErrorString},
+    {"cuCtxGetDevice", CtxGetDevice},
+    {"cuCtxPushCurrent", CtxPushCurrent},
+    {"cuCtxPopCurrent", CtxPopCurrent},
+    {"cuDevicePrimaryCtxRetain", DevicePrimaryCtxRetain},
+    {"cuDeviceGetAttribute", DeviceGetAttribute},
+    {"cuLibraryLoadData", LibraryLoadData},
+    {"cuLibraryGetKernel", LibraryGetKernel},
+    {"cuKernelSetAttribute", KernelSetAttribute},
+    {"cuLaunchKernelEx", LaunchKernelEx},
+};
+
+CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *status) {
+  for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)
+    if (!strcmp(TABLE[i].name, name)) {
+      *function = TABLE[i].function;
+      return 0;
+    }
+  *function = NULL;
+  return 500; /* CUDA_ERROR_NOT_FOUND */
+}

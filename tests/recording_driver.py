@@ -1,0 +1,65 @@
+"""Build and load recording_driver.c, and read what the extension's launcher packed.
+
+Use it in a process of its own and before torch is imported: the process then has this driver and no other.
+"""
+
+import ctypes
+import os
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+FORMATS = {"i64": "q", "i32": "i", "f32": "f", "pointer": "Q"}
+Callback = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.c_uint,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
+@dataclass
+class Launch:
+    entry: str
+    grid: tuple
+    block: tuple
+    shared_bytes: int
+    stream: int
+    params: list
+
+
+class RecordingDriver:
+    """`manifests` maps an entry name to its manifest; `launches` grows with every launch."""
+
+    def __init__(self, folder: Path, manifests: dict):
+        library = Path(folder) / "libcuda.so.1"
+        source = Path(__file__).with_suffix(".c")
+        compiler = os.environ.get("CC", "cc")
+        flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+        self.library = ctypes.CDLL(str(library))
+        self.manifests = manifests
+        self.launches = []
+        self._callback = Callback(self._on_launch)  # kept alive as long as the driver may call it
+        self.library.recording_set_callback(self._callback)
+
+    def set_capability(self, value: int) -> None:
+        """Of the pretended device; the extension reads it once a process."""
+        self.library.recording_set_capability(value)
+
+    @property
+    def load_count(self) -> int:
+        return self.library.recording_load_count()
+
+    def _on_launch(self, entry, grid, block, shared_bytes, stream, params):
+        manifest = self.manifests[entry.decode()]
+        values = []
+        for i, param in enumerate(manifest["params"]):
+            data = ctypes.string_at(params[i], param["size"])
+            values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
+        launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
+        self.launches.append(launch)

@@ -1,0 +1,140 @@
+#include "launch.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "cubins.h"
+#include "driver.h"
+
+namespace m3_sparse::launch {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+// A cubin is loaded once a process (the driver copies it to a device when it is first launched there); attributes are
+// set once a device.
+struct Loaded {
+  CUlibrary library = nullptr;
+  CUkernel kernel = nullptr;
+  std::atomic<std::uint64_t> ready_devices{0};
+};
+
+Loaded loaded[cubins::kNumImages];
+std::mutex load_mutex;
+
+int ordinal(int device) { return device < 0 ? 0 : device; }
+
+int capability(int device) {
+  static std::atomic<int> cache[kMaxDevices];
+  int value = cache[device].load(std::memory_order_relaxed);
+  if (value == 0) {
+    int major = 0, minor = 0;
+    const Driver& d = driver();
+    check(d.DeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "cuDeviceGetAttribute");
+    check(d.DeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), "cuDeviceGetAttribute");
+    value = 10 * major + minor;
+    cache[device].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+// Makes the device's context current while it lives. A thread that has made no CUDA runtime call has none.
+class CurrentContext {
+ public:
+  explicit CurrentContext(int device) {
+    CUdevice current = -1;
+    const Driver& d = driver();
+    if (d.CtxGetDevice(&current) == CUDA_SUCCESS && current == device) return;
+    // Retained for the life of the process, as torch itself does.
+    static std::atomic<CUcontext> contexts[kMaxDevices];
+    CUcontext context = contexts[device].load(std::memory_order_acquire);
+    if (context == nullptr) {
+      check(d.DevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+      contexts[device].store(context, std::memory_order_release);
+    }
+    check(d.CtxPushCurrent(context), "cuCtxPushCurrent");
+    pushed_ = true;
+  }
+  ~CurrentContext() {
+    CUcontext context;
+    if (pushed_) driver().CtxPopCurrent(&context);
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
+CUkernel prepare(const Image& image, int device) {
+  Loaded& state = loaded[image.id];
+  const std::uint64_t bit = std::uint64_t{1} << device;
+  if (state.ready_devices.load(std::memory_order_acquire) & bit) return state.kernel;
+  std::lock_guard<std::mutex> guard(load_mutex);
+  const Driver& d = driver();
+  if (state.library == nullptr)
+    check(d.LibraryLoadData(&state.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+  if (state.kernel == nullptr)
+    check(d.LibraryGetKernel(&state.kernel, state.library, image.entry), "cuLibraryGetKernel");
+  // 48 KiB of dynamic shared memory need no attribute.
+  if (image.dynamic_smem > 48 * 1024)
+    check(d.KernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(image.dynamic_smem),
+                               state.kernel, device),
+          "cuKernelSetAttribute");
+  state.ready_devices.fetch_or(bit, std::memory_order_release);
+  return state.kernel;
+}
+
+// torch's current stream of a device. libtorch_cuda is not linked either, so that the extension loads beside a CPU
+// build of torch; with CUDA tensors about, it is in the process.
+CUstream current_stream(int device) {
+  if (device < 0) return nullptr;
+  using Get = std::int32_t (*)(std::int32_t, void**);
+  static const Get get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    if (symbol == nullptr) throw std::runtime_error("m3_sparse: libtorch_cuda.so with a stable stream query is not loaded");
+    return reinterpret_cast<Get>(symbol);
+  }();
+  void* stream = nullptr;
+  if (get(device, &stream) != 0) throw std::runtime_error("m3_sparse: torch gave no current CUDA stream");
+  return static_cast<CUstream>(stream);
+}
+
+}  // namespace
+
+const Image& pick(const Image* program, std::size_t count, int device) {
+  if (device < 0 && !driver().host_memory)
+    throw std::runtime_error("m3_sparse: backend 'aot' expects CUDA tensors, got CPU tensors");
+  if (device >= kMaxDevices) throw std::runtime_error("m3_sparse: device index " + std::to_string(device) + " > 63");
+  const int wanted = capability(ordinal(device));
+  std::string available;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (program[i].capability == wanted) return program[i];
+    available += (i ? ", " : "") + std::to_string(program[i].capability / 10) + "." + std::to_string(program[i].capability % 10);
+  }
+  throw std::runtime_error("m3_sparse: backend 'aot' has this kernel for compute capabilities " + available +
+                           "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10));
+}
+
+void run(const Image& image, Grid grid, int device, void** params) {
+  CurrentContext context(ordinal(device));
+  CUkernel kernel = prepare(image, ordinal(device));
+  CUlaunchConfig config{};
+  config.gridDimX = grid.x;
+  config.gridDimY = grid.y;
+  config.gridDimZ = grid.z;
+  config.blockDimX = image.block[0];
+  config.blockDimY = image.block[1];
+  config.blockDimZ = image.block[2];
+  config.sharedMemBytes = image.dynamic_smem;
+  config.hStream = current_stream(device);
+  check(driver().LaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr), "cuLaunchKernelEx");
+}
+
+}  // namespace m3_sparse::launch

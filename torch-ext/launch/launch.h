@@ -1,0 +1,56 @@
+// Launching an embedded kernel. A kernel's host code calls
+//     launch::run<Params>(cubins::program, grid, device, {argument, ...});
+// with `Params` the C++ types of the kernel's parameters in order; that they are what the compiled kernel has is checked
+// at compile time, for every architecture.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <tuple>
+#include <utility>
+
+#include "image.h"
+
+namespace m3_sparse::launch {
+
+struct Grid {
+  unsigned x, y = 1, z = 1;
+};
+
+template <class... Types>
+struct Params {
+  std::tuple<Types...> values;
+
+  static constexpr bool match(const Image& image) {
+    constexpr int sizes[] = {sizeof(Types)...}, aligns[] = {alignof(Types)...};
+    if (image.num_params != sizeof...(Types)) return false;
+    for (int i = 0; i < image.num_params; ++i)
+      if (sizes[i] != image.params[i].size || aligns[i] < image.params[i].align) return false;
+    return true;
+  }
+
+  template <std::size_t N>
+  static constexpr bool match_all(const Image (&program)[N]) {
+    for (const Image& image : program)
+      if (!match(image)) return false;
+    return true;
+  }
+
+  std::array<void*, sizeof...(Types)> pointers() {
+    return std::apply([](auto&... value) { return std::array<void*, sizeof...(Types)>{&value...}; }, values);
+  }
+};
+
+// The image of a program for the device's compute capability; throws, naming what there is, if none fits.
+const Image& pick(const Image* program, std::size_t count, int device);
+
+// Launches on the device's current torch stream, without synchronising. `device` is the tensors' device index, which
+// need not be the current one; -1 means host memory.
+void run(const Image& image, Grid grid, int device, void** params);
+
+template <std::size_t N, class... Types>
+void run(const Image (&program)[N], Grid grid, int device, Params<Types...> params) {
+  run(pick(program, N, device), grid, device, params.pointers().data());
+}
+
+}  // namespace m3_sparse::launch
