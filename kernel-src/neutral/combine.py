@@ -100,21 +100,25 @@ class Combine:
             states = outs + token * outs_token_stride + head * outs_head_stride + Int64(lane * 16)
             weights = lses + token * lses_token_stride + head * lses_head_stride
 
+            # The first states are on their way while the LSEs are reduced: with N <= CHUNK a row costs one memory latency.
+            values = self.load_states(states, outs_state_stride, Int32(0), num_states)
+            first_lses = self.load_lses(weights, lses_state_stride, Int32(0), num_states)
             top = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-            top[0] = Float32(NEG_INF)
-            for first in cutlass.range(0, num_states, CHUNK, unroll=1):
-                for l in self.load_lses(weights, lses_state_stride, first, num_states):
-                    top[0] = ptx.maximum(top[0], l)
+            top[0] = self.largest(first_lses)
+            for first in cutlass.range(CHUNK, num_states, CHUNK, unroll=1):
+                lses_here = self.load_lses(weights, lses_state_stride, first, num_states)
+                top[0] = ptx.maximum(top[0], self.largest(lses_here))
             # An all-empty row keeps m = -inf; 0 in its place avoids -inf - (-inf).
             m = ptx.select(top[0] == Float32(NEG_INF), Float32(0.0), top[0])
 
             acc = cute.make_rmem_tensor(cute.make_layout(self.elements + 1), Float32)  # last: sum of the weights
             for i in cutlass.range_constexpr(self.elements + 1):
                 acc[i] = Float32(0.0)
-            for first in cutlass.range(0, num_states, CHUNK, unroll=1):
-                values = self.load_states(states, outs_state_stride, first, num_states)
-                chunk_lses = self.load_lses(weights, lses_state_stride, first, num_states)
-                self.accumulate(acc, m, chunk_lses, values)
+            self.accumulate(acc, m, first_lses, values)
+            for first in cutlass.range(CHUNK, num_states, CHUNK, unroll=1):
+                values_here = self.load_states(states, outs_state_stride, first, num_states)
+                lses_here = self.load_lses(weights, lses_state_stride, first, num_states)
+                self.accumulate(acc, m, lses_here, values_here)
 
             total = acc[self.elements]
             scale = ptx.select(total == Float32(0.0), Float32(0.0), ptx.reciprocal(total))
@@ -123,6 +127,12 @@ class Combine:
             ptx.store_words(row_out + Int64(lane * (4 * len(words))), words)
             if lane == 0:
                 ptx.store_f32(lse + token * lse_token_stride + head * lse_head_stride, m + ptx.log2(total) * LN_2)
+
+    def largest(self, lses):
+        result = lses[0]
+        for l in lses[1:]:
+            result = ptx.maximum(result, l)
+        return result
 
     def load_lses(self, weights, stride, first, num_states):
         """LSEs of states first..first+CHUNK-1; past the last state -inf, that is: no state."""

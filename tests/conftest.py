@@ -1,0 +1,87 @@
+"""Builds the variant under test and makes it importable as `m3_sparse`; skips what needs a GPU where there is none."""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+# The suite's tensors are small and its workers share the cores; one thread each is the fastest.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import build  # noqa: E402
+import cuda_extension  # noqa: E402
+from project import load_project  # noqa: E402
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+class VariantFinder(importlib.abc.MetaPathFinder):
+    """Finds `m3_sparse` in a variant folder, whose own name can't be imported; builds torch-cpu when none was given."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder).resolve() if folder else None
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "m3_sparse":
+            return None
+        if self.folder is None:
+            self.folder = build.build_cpu(load_project(), ROOT / "build")
+        return importlib.util.spec_from_file_location(
+            name, self.folder / "__init__.py", submodule_search_locations=[str(self.folder)]
+        )
+
+
+def pytest_addoption(parser):
+    parser.addoption("--variant", metavar="FOLDER", help="test this built variant (default: build/torch-cpu, rebuilt)")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; every test below tests/gpu/ is one")
+    config.addinivalue_line("markers", "kernels_ci: quick test that the kernels community's CI may run")
+    folder = config.getoption("--variant")
+    if folder and not (Path(folder) / "__init__.py").exists():
+        raise pytest.UsageError(f"--variant expects a built variant, but {folder} holds no __init__.py")
+    sys.meta_path.insert(0, VariantFinder(folder))
+
+
+def pytest_collection_modifyitems(config, items):
+    skip = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+    available = torch.cuda.is_available()
+    for item in items:
+        if (ROOT / "tests" / "gpu") in Path(item.path).parents:
+            item.add_marker(pytest.mark.gpu)
+        if not available and item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def variant_folder():
+    """The folder of the variant that `import m3_sparse` loads."""
+    import m3_sparse
+
+    return Path(m3_sparse.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def project():
+    return load_project()
+
+
+@pytest.fixture(scope="session")
+def cpu_variant(project):
+    return build.build_cpu(project, ROOT / "build")
+
+
+@pytest.fixture(scope="session")
+def cuda_variant(project):
+    """The variant with the extension, built when it isn't current; tests of it are skipped where it can't be built."""
+    if reason := cuda_extension.missing_tools():
+        pytest.skip(f"the CUDA variant can't be built here: {reason}")
+    return build.build_cuda(project, ROOT / "build")

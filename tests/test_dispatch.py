@@ -1,0 +1,187 @@
+"""The choice of a backend, what `explain` and `capabilities` say, and what an import does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import m3_sparse
+import pytest
+import torch
+from m3_sparse import _arguments, capability
+from test_ops import Problem
+
+# ---- choice of backend ----
+
+
+def test_explain_and_capabilities():
+    p = Problem()
+    text = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache)
+    assert "-> torch, by default" in text and "aot: cannot run: sparse_attention is not implemented" in text
+    assert "bad input" not in text
+    arguments = {
+        "q": p.q,
+        "k_cache": p.k_cache,
+        "v_cache": p.v_cache[:-1],
+        "block_indices": p.ids,
+        "block_table": p.block_table,
+    }
+    assert "bad input: ValueError: v_cache must" in m3_sparse.explain("sparse_attention", **arguments, **p.lengths)
+    assert "raises NotImplementedError" in m3_sparse.explain("dense_attention", q=p.q.double(), k_cache=p.k_cache)
+    assert "store_kv" in m3_sparse.explain("store_kv")
+    with pytest.raises(ValueError, match="op must be one of block_scores"):
+        m3_sparse.explain("attention")
+    table = m3_sparse.capabilities()
+    assert {row.op for row in table} == set(capability.OPERATIONS)
+    assert {(row.op, row.backend) for row in table} == {
+        (op, b) for op in capability.OPERATIONS for b in capability.BACKENDS
+    }
+    assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
+    assert all(
+        row.status in (capability.TESTED, capability.COMPILED, capability.MISSING) or "H200" in row.status
+        for row in table
+    )
+
+
+@pytest.mark.parametrize("name", ["aot", "jit"])
+def test_forced_backend_raises_with_reasons(name):
+    p = Problem()
+    before = torch.full_like(p.q, 7.0)
+    with m3_sparse.backend(name):
+        with pytest.raises(
+            NotImplementedError, match=f"backend '{name}' was asked for by name.*not implemented on backend {name}"
+        ):
+            m3_sparse.sparse_attention(p.q, p.k_cache, p.v_cache, p.ids, p.block_table, **p.lengths, out=before)
+    assert (before == 7.0).all() and capability._forced is None
+    with (
+        m3_sparse.backend("aot"),
+        pytest.raises(NotImplementedError, match="sm_90, sm_100, sm_103; the tensors are on cpu"),
+    ):
+        m3_sparse.merge_states(p.q[None], torch.zeros(1, *p.q.shape[:2]))
+
+
+def test_all_reasons_are_named(monkeypatch):
+    monkeypatch.setattr(capability, "BUILT", {})
+    reasons = capability.refusals("merge_states", "aot", torch.device("cpu"), "fp16>fp32", True)
+    assert len(reasons) == 4 and "contains no aot kernels" in reasons[0]
+    assert "takes dtypes bf16>bf16" in reasons[3] and "no backward" in reasons[2]
+
+
+def test_choice_on_a_gpu(monkeypatch):
+    """What the rule says for CUDA tensors, without one: a build with the kernels takes them where the table allows it,
+    and only there.
+    """
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(capability, "BUILT", {**capability.BUILT, ("merge_states", "aot"): None})
+    for arch, dtypes, grad, expected in (
+        ((9, 0), (torch.bfloat16, torch.bfloat16), False, "aot"),
+        ((10, 3), (torch.float32, torch.float16), False, "aot"),
+        ((8, 0), (torch.bfloat16, torch.bfloat16), False, "torch"),
+        ((9, 0), (torch.bfloat16, torch.float32), False, "torch"),
+        ((9, 0), (torch.bfloat16, torch.bfloat16), True, "torch"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, arch=arch: arch)
+        monkeypatch.setattr(capability, "_architectures", {})
+        assert capability.choose("merge_states", device, *dtypes, grad) == expected
+        assert capability.choose("sparse_attention", device, *dtypes[:1] * 2, grad) == "torch"
+
+
+def test_backend_restores_and_nests():
+    with m3_sparse.backend("torch"):
+        with m3_sparse.backend("aot"):
+            assert capability._forced == "aot"
+        assert capability._forced == "torch"
+        with pytest.raises(RuntimeError), m3_sparse.backend(None):
+            raise RuntimeError
+        assert capability._forced == "torch"
+    assert capability._forced is None
+    with pytest.raises(ValueError, match="backend must be one of torch, aot, jit or None, got 'cuda'"):
+        m3_sparse.backend("cuda")
+
+
+# ---- the import ----
+
+LOADER = """
+import importlib.util, sys
+folder = sys.argv[1]
+spec = importlib.util.spec_from_file_location("m3_sparse", folder + "/__init__.py", submodule_search_locations=[folder])
+module = importlib.util.module_from_spec(spec)
+sys.modules["m3_sparse"] = module
+"""
+
+
+def python(code, folder, **environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER + code, str(folder)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_import_has_no_side_effects(variant_folder):
+    code = """
+import threading, torch
+before, modules, count = dict(vars(torch.Tensor)), set(sys.modules), len(__import__("os").listdir("/proc/self/task"))
+spec.loader.exec_module(module)
+assert not torch.cuda.is_initialized()
+assert dict(vars(torch.Tensor)) == before
+assert threading.active_count() == 1 and len(__import__("os").listdir("/proc/self/task")) == count
+new = {m.split(".")[0] for m in set(sys.modules) - modules}
+foreign = new & {"transformers", "triton", "cutlass", "numpy", "kernels"}
+assert not foreign, foreign
+"""
+    done = python(code, variant_folder)
+    assert done.stdout == "" and done.stderr == ""
+
+
+def test_environment_forces_a_backend(variant_folder):
+    code = """
+spec.loader.exec_module(module)
+import torch
+try:
+    module.merge_states(torch.zeros(1, 2, 2, 128), torch.zeros(1, 2, 2))
+    print("ran")
+except (ValueError, NotImplementedError) as error:
+    print(type(error).__name__, error)
+"""
+    assert python(code, variant_folder, M3_SPARSE_BACKEND="aot").stdout.startswith(
+        "NotImplementedError backend 'aot' was asked for"
+    )
+    assert python(code, variant_folder, M3_SPARSE_BACKEND="gpu").stdout.startswith(
+        "ValueError M3_SPARSE_BACKEND must be one of"
+    )
+
+
+def test_public_names():
+    for name in m3_sparse.__all__:
+        assert hasattr(m3_sparse, name), name
+    assert not hasattr(m3_sparse, "sparse_atten_func") and not hasattr(m3_sparse, "flash_attn_varlen_func")
+    assert m3_sparse.supports_flash_attn is True
+
+
+def test_layers_are_pure_and_call_the_public_functions():
+    p = Problem()
+    for name, layer in vars(m3_sparse.layers).items():
+        if isinstance(layer, type) and issubclass(layer, torch.nn.Module):
+            own = {n for n in vars(layer) if not n.startswith("__")}
+            assert own == {"forward", "has_backward", "can_torch_compile"}, name
+    out = m3_sparse.layers.SparseAttention()(p.q, p.k_cache, p.v_cache, p.index_q, p.index_k_cache, *p.tail)
+    ids = m3_sparse.select_blocks(p.index_q, p.index_k_cache, p.block_table, **p.lengths)
+    assert torch.equal(out, m3_sparse.sparse_attention(p.q, p.k_cache, p.v_cache, ids, p.block_table, **p.lengths))
+    dense = m3_sparse.layers.DenseAttention()(p.q, p.k_cache, p.v_cache, *p.tail)
+    assert torch.equal(dense, m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths))
+
+
+def test_messages_name_a_view_that_is_not_aligned():
+    x = torch.zeros(4, 130)
+    with pytest.raises(ValueError, match="x must have strides that are multiples of 16 bytes"):
+        _arguments.aligned("x", x[:, :128])
+    with pytest.raises(ValueError, match="x must start at a multiple of 16 bytes, got a view at byte 4"):
+        _arguments.aligned("x", torch.zeros(4, 132)[:, 1:129])
+    with pytest.raises(ValueError, match="x must have stride 1"):
+        _arguments.aligned("x", torch.zeros(128, 4).T)
+
+
+def test_variant_holds_what_was_loaded(variant_folder):
+    assert Path(m3_sparse.__file__).parent == variant_folder

@@ -1,0 +1,185 @@
+"""The single rules that `checks` puts together: one argument, or two that must agree.
+
+Everything here looks at types, shapes, strides, dtypes and devices only, never at values on a device, and traces under
+torch.compile: messages are built only once a rule is broken. Wrong types and dtypes raise TypeError, dtypes that the
+contract knows but nothing implements NotImplementedError, the rest ValueError.
+"""
+
+from typing import Optional, Sequence
+
+import torch
+
+HEAD_DIM = 128
+PAGE_SIZES = (64, 128)
+MAX_BLOCKS = 16384
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+INDICES = (torch.int32, torch.int64)
+
+
+def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def describe(x) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} of shape {list(x.shape)}"
+    return f"{type(x).__name__} {x!r}" if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
+
+
+def dtype_list(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(d).replace("torch.", "") for d in dtypes)
+
+
+def tensor(
+    name: str,
+    x,
+    text: str,
+    shape: Sequence[Optional[int]],
+    dtypes: Sequence[torch.dtype],
+    like: Optional[torch.Tensor] = None,
+) -> None:
+    """x must be a tensor of this shape (None: any size), one of these dtypes, on the device of `like`; `text` is the
+    shape for the message.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor of shape {text}, got {describe(x)}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a strided (dense) tensor, got layout {x.layout}")
+    if x.dim() != len(shape):
+        raise ValueError(f"{name} must have {len(shape)} dimensions {text}, got {describe(x)}")
+    for dim, size in enumerate(shape):
+        if size is not None and x.shape[dim] != size:
+            raise ValueError(f"{name} must have shape {text}: size {size} in dimension {dim}, got {describe(x)}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {dtype_list(dtypes)}, got {describe(x)}")
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like the other tensors, got {x.device}")
+
+
+def aligned(name: str, x: torch.Tensor) -> None:
+    """Rows are contiguous, and every row starts at a multiple of 16 bytes: what vector loads and tensor maps need.
+    Nothing is copied to get there.
+    """
+    if x.numel() == 0:
+        return
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {list(x.stride())}")
+    size = x.element_size()
+    for dim in range(x.dim() - 1):
+        if x.shape[dim] > 1 and x.stride(dim) * size % 16 != 0:
+            raise ValueError(
+                f"{name} must have strides that are multiples of 16 bytes, got {list(x.stride())} elements of "
+                f"{size} bytes"
+            )
+    # Dynamo cannot trace the offset; compiled calls leave this one to the launch, and the torch backend does without.
+    if not torch.compiler.is_compiling() and x.storage_offset() * size % 16 != 0:
+        raise ValueError(
+            f"{name} must start at a multiple of 16 bytes, got a view at byte {x.storage_offset() * size} of its "
+            "storage"
+        )
+
+
+def query(name: str, x, like: Optional[torch.Tensor] = None, total: Optional[int] = None, heads: str = "Hq") -> None:
+    if isinstance(x, torch.Tensor) and x.dtype in FLOAT8:
+        raise NotImplementedError(
+            f"{name} in float8 is not implemented: expected {dtype_list(FLOATS)}, got {describe(x)}"
+        )
+    tensor(name, x, f"[T, {heads}, {HEAD_DIM}]", (total, None, HEAD_DIM), FLOATS, like)
+    if x.shape[1] == 0:
+        raise ValueError(f"{name} must have at least one head in [T, {heads}, {HEAD_DIM}], got {describe(x)}")
+    aligned(name, x)
+
+
+def cache_dtype(name: str, cache: torch.Tensor, of_query: torch.dtype) -> None:
+    if cache.dtype != of_query and cache.dtype not in FLOAT8:
+        raise TypeError(
+            f"{name} must have the dtype of the queries ({dtype_list([of_query])}) or {dtype_list(FLOAT8)}, "
+            f"got {describe(cache)}"
+        )
+
+
+def page_size(name: str, page: int) -> None:
+    if page not in PAGE_SIZES:
+        raise ValueError(
+            f"{name} must have a page size of 64 or 128 tokens (blocks are 128 tokens), got pages of {page}"
+        )
+
+
+def kv_caches(k_cache, v_cache, like: torch.Tensor, of_query: Optional[torch.dtype] = None) -> None:
+    text = f"[P, Hkv, page, {HEAD_DIM}]"
+    tensor("k_cache", k_cache, text, (None, None, None, HEAD_DIM), FLOATS + FLOAT8, like)
+    page_size("k_cache", k_cache.shape[2])
+    if k_cache.shape[1] == 0:
+        raise ValueError(f"k_cache must have at least one head in {text}, got {describe(k_cache)}")
+    tensor("v_cache", v_cache, text + " like k_cache", tuple(k_cache.shape), FLOATS + FLOAT8, like)
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache must have the dtype of k_cache ({k_cache.dtype}), got {describe(v_cache)}")
+    if of_query is not None:
+        cache_dtype("k_cache", k_cache, of_query)
+    aligned("k_cache", k_cache)
+    aligned("v_cache", v_cache)
+
+
+def batch(block_table, cu_seqlens_q, seqused_k, like: torch.Tensor) -> None:
+    """The page table [B, M] sets B; the lengths must agree with it."""
+    tensor("block_table", block_table, "[B, M]", (None, None), INDICES, like)
+    size = block_table.shape[0]
+    tensor("cu_seqlens_q", cu_seqlens_q, "[B + 1] with B from block_table", (size + 1,), INDICES, like)
+    tensor("seqused_k", seqused_k, "[B] with B from block_table", (size,), INDICES, like)
+
+
+def scale(name: str, x, heads: int, like: torch.Tensor) -> None:
+    if x is None:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a float32 tensor of 1 or Hkv = {heads} elements, or None, got {describe(x)}")
+    if x.dtype != torch.float32:
+        raise TypeError(f"{name} must have dtype float32, got {describe(x)}")
+    if x.numel() != 1 and x.numel() != heads:
+        raise ValueError(f"{name} must have 1 or Hkv = {heads} elements, got {describe(x)}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like the other tensors, got {x.device}")
+    if needs_grad(x):
+        raise NotImplementedError(
+            f"{name} requires grad, and gradients of scales are not implemented: expected a tensor without grad"
+        )
+
+
+def whole(name: str, x, least: int) -> None:
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int >= {least}, got {describe(x)}")
+    if x < least:
+        raise ValueError(f"{name} must be >= {least}, got {x}")
+
+
+def flag(name: str, x) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False, got {describe(x)}")
+
+
+def stored(name: str, x: torch.Tensor, cache: torch.Tensor) -> None:
+    aligned(name, x)
+    if x.dtype != cache.dtype and not (x.dtype in FLOATS and cache.dtype in FLOAT8):
+        raise TypeError(
+            f"{name} must have the dtype of its cache ({cache.dtype}), or be 16 bits or wider for a float8 cache, "
+            f"got {describe(x)}"
+        )
+
+
+def stacked(name: str, x):
+    """A tensor as it is; a sequence of tensors of one shape, dtype and device as their stack."""
+    if isinstance(x, torch.Tensor):
+        return x
+    if not isinstance(x, (list, tuple)):
+        raise TypeError(f"{name} must be a tensor or a sequence of tensors, got {describe(x)}")
+    if len(x) == 0:
+        raise ValueError(f"{name} must hold at least one state, got an empty {type(x).__name__}")
+    for item in x:
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(f"{name} must be a sequence of tensors, got one that holds {describe(item)}")
+        if item.shape != x[0].shape or item.dtype != x[0].dtype or item.device != x[0].device:
+            raise ValueError(
+                f"{name} must hold tensors of one shape, dtype and device, got {describe(x[0])} and {describe(item)}"
+            )
+    return torch.stack(list(x))

@@ -1,0 +1,272 @@
+"""Attention over paged KV caches: over the selected blocks, over everything, and the merge of partial results."""
+
+from typing import Optional, Sequence, Tuple, Union
+
+import torch
+
+from . import checks
+from .capability import choose
+from .ops import BUILT, ops
+
+Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
+
+
+class _TorchAttention(torch.autograd.Function):
+    """Attention on the torch backend with gradients for q, k_cache and v_cache; dense if `block_indices` is None."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q,
+        k_cache,
+        v_cache,
+        block_indices,
+        block_table,
+        cu_seqlens_q,
+        seqused_k,
+        softmax_scale,
+        causal,
+        k_scale,
+        v_scale,
+    ):
+        out, lse = (
+            torch.empty_like(q, memory_format=torch.contiguous_format),
+            torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
+        )
+        _launch(
+            "torch",
+            out,
+            lse,
+            q,
+            k_cache,
+            v_cache,
+            block_indices,
+            block_table,
+            cu_seqlens_q,
+            seqused_k,
+            softmax_scale,
+            causal,
+            k_scale,
+            v_scale,
+        )
+        ctx.save_for_backward(
+            q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale
+        )
+        ctx.softmax_scale, ctx.causal = softmax_scale, causal
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale = ctx.saved_tensors
+        grads = ops.torch_attention_backward(
+            grad_out,
+            grad_lse,
+            q,
+            k_cache,
+            v_cache,
+            block_indices,
+            block_table,
+            cu_seqlens_q,
+            seqused_k,
+            ctx.softmax_scale,
+            ctx.causal,
+            k_scale,
+            v_scale,
+        )
+        return (*grads, None, None, None, None, None, None, None, None)
+
+
+def _launch(backend, out, lse, q, k_cache, v_cache, block_indices, *rest) -> None:
+    if block_indices is None:
+        BUILT["dense_attention", backend](out, lse, q, k_cache, v_cache, *rest)
+    else:
+        BUILT["sparse_attention", backend](out, lse, q, k_cache, v_cache, block_indices, *rest)
+
+
+def _attend(
+    q,
+    k_cache,
+    v_cache,
+    block_indices,
+    table,
+    cu_seqlens_q,
+    seqused_k,
+    softmax_scale,
+    causal,
+    k_scale,
+    v_scale,
+    out,
+    lse,
+    return_lse,
+):
+    grad = checks.needs_grad(q, k_cache, v_cache)
+    op = "dense_attention" if block_indices is None else "sparse_attention"
+    backend = choose(op, q.device, q.dtype, k_cache.dtype, grad)
+    softmax_scale = checks.HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
+    inputs = (
+        q,
+        k_cache,
+        v_cache,
+        block_indices,
+        table,
+        cu_seqlens_q,
+        seqused_k,
+        softmax_scale,
+        causal,
+        k_scale,
+        v_scale,
+    )
+    if grad:
+        out, lse = _TorchAttention.apply(*inputs)
+    else:
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if lse is None and return_lse:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        _launch(backend, out, lse, *inputs)
+    return (out, lse) if return_lse else out
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = True,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
+    out: Optional[torch.Tensor] = None,
+    lse: Optional[torch.Tensor] = None,
+    return_lse: bool = False,
+):
+    """Softmax attention of each query row over the visible tokens of the blocks selected for it.
+
+    Query i of a request sits at position seqused_k - q_len + i. Block b is the tokens 128 b to 128 b + 127 of the
+    request. T query rows in all, B requests, Hq query and Hkv KV heads (Hq % Hkv == 0; query head h uses KV head h //
+    (Hq / Hkv)), P pages of 64 or 128 tokens, tables M pages wide.
+
+    Args:
+        q: [T, Hq, 128], bf16, fp16 or fp32; the queries of all requests, one after the other.
+        k_cache, v_cache: [P, Hkv, page, 128], the dtype of q or float8 (e4m3fn, e5m2). Any strides with last stride 1,
+            base and strides multiples of 16 bytes: HND, a transposed NHD cache, halves of a packed cache, overlapping
+            pages.
+        block_indices: [T, Hkv, K] int32 or int64, any strides and order. -1 and every other id that is no candidate
+            block of its row contributes nothing; a duplicate counts once. The local block is not added.
+        block_table: [B, M] int32 or int64, page numbers. Entries outside [0, P) contribute nothing.
+        cu_seqlens_q: [B + 1] int32 or int64, starts at 0. Rows at or past its last entry are empty rows.
+        seqused_k: [B] int32 or int64, tokens in the cache, the new ones included; clamped to what the table reaches.
+        softmax_scale: factor of the logits, default 1 / sqrt(128).
+        causal: a row sees tokens up to its own position; if False, all seqused_k tokens of its blocks.
+        k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale.
+        out: [T, Hq, 128] in q's dtype to write into. lse: [T, Hq] fp32 to write into. Neither with gradients.
+        return_lse: return (out, lse).
+
+    Returns:
+        out [T, Hq, 128] in q's dtype, or (out, lse); lse [T, Hq] fp32 is the natural log of the sum of exp(scaled
+        logits). An empty row (nothing visible) is output 0 and lse -inf.
+
+    Differentiable in q, k_cache and v_cache on the torch backend. Specification: `reference.sparse_attention`.
+
+    Raises:
+        TypeError, ValueError: an argument breaks one of the rules above.
+        NotImplementedError: nothing runs these dtypes, or the backend asked for by name cannot.
+    """
+    checks.sparse_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_indices,
+        block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seqused_k=seqused_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+        lse=lse,
+        return_lse=return_lse,
+    )
+    lengths = (block_table, cu_seqlens_q, seqused_k)
+    return _attend(
+        q, k_cache, v_cache, block_indices, *lengths, softmax_scale, causal, k_scale, v_scale, out, lse, return_lse
+    )
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = True,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
+    out: Optional[torch.Tensor] = None,
+    lse: Optional[torch.Tensor] = None,
+    return_lse: bool = False,
+):
+    """Softmax attention of each query row over all tokens it may see: the model's dense layers, on the same caches.
+
+    Arguments, results, gradients and errors are those of `sparse_attention`, without `block_indices`. No [T, seqused_k]
+    matrix is ever built. Bytes past seqused_k change nothing, NaN included; a value inside it must be finite, though,
+    even for rows before its token. Specification: `reference.dense_attention`.
+    """
+    checks.dense_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seqused_k=seqused_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=out,
+        lse=lse,
+        return_lse=return_lse,
+    )
+    lengths = (block_table, cu_seqlens_q, seqused_k)
+    return _attend(q, k_cache, v_cache, None, *lengths, softmax_scale, causal, k_scale, v_scale, out, lse, return_lse)
+
+
+def merge_states(
+    outs: Tensors, lses: Tensors, *, out_dtype: Optional[torch.dtype] = None
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Combine N partial attention results of the same queries over disjoint sets of keys.
+
+    lse = log(sum_i exp(lses[i])), out = sum_i exp(lses[i] - lse) * outs[i], summed in fp32, states in ascending order.
+
+    Args:
+        outs: [N, T, H, 128], bf16, fp16 or fp32, last stride 1, the others and the base multiples of 16 bytes; or a
+            sequence of N tensors [T, H, 128], which are stacked.
+        lses: [N, T, H] fp32, any strides; or a sequence of N tensors [T, H].
+        out_dtype: dtype of the result, default that of outs.
+
+    Returns:
+        (out [T, H, 128], lse [T, H] fp32). A state with LSE -inf contributes nothing, even where its output is NaN; if
+        all of a row are -inf, the row is output 0 and lse -inf. NaN or +inf in an LSE makes the row NaN.
+
+    No gradients. Specification: `reference.merge_states`.
+
+    Raises:
+        TypeError, ValueError: an argument breaks one of the rules above. NotImplementedError: an input requires grad,
+            or the backend cannot run it.
+    """
+    outs, lses = checks.stacked("outs", outs), checks.stacked("lses", lses)
+    checks.merge_states(outs, lses, out_dtype=out_dtype)
+    dtype = outs.dtype if out_dtype is None else out_dtype
+    backend = choose("merge_states", outs.device, outs.dtype, dtype)
+    out = outs.new_empty(outs.shape[1:], dtype=dtype)
+    lse = lses.new_empty(lses.shape[1:])
+    BUILT["merge_states", backend](out, lse, outs, lses)
+    return out, lse

@@ -1,0 +1,248 @@
+"""What runs where, as data, and the choice of a backend from it.
+
+Every refusal is a sentence; `explain` prints them all. Nothing falls back silently: the default rule is fixed (`aot`
+where a row of the table allows it and the build contains it, else `torch`), and a backend asked for by name either runs
+or raises.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Tuple
+
+import torch
+
+from . import checks
+from .ops import BUILT, OPERATIONS
+
+BACKENDS = ("torch", "aot", "jit")
+TESTED = "tested on CPU"
+MEASURED = "measured on H200, 2026-11-30"
+COMPILED = "compiled, not yet run on hardware"
+MISSING = "not implemented"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One row: `arch` is "any" or a CUDA architecture, `dtypes` the combinations "query+cache" (merge_states:
+    "in>out").
+    """
+
+    op: str
+    backend: str
+    arch: str
+    dtypes: Tuple[str, ...]
+    status: str
+
+
+class CapabilityTable(List[Capability]):
+    """A list of rows that prints as a text table, or as Markdown."""
+
+    header = ("operation", "backend", "runs on", "dtypes", "status")
+
+    def cells(self) -> List[Tuple[str, ...]]:
+        return [(r.op, r.backend, r.arch, ", ".join(r.dtypes) or "-", r.status) for r in self]
+
+    def __str__(self) -> str:
+        rows = [self.header, *self.cells()]
+        width = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
+        return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, width)).rstrip() for row in rows)
+
+    def markdown(self) -> str:
+        lines = ["| " + " | ".join(row) + " |" for row in [self.header, ("---",) * len(self.header), *self.cells()]]
+        return "\n".join(lines)
+
+
+_PLAIN = ("bf16", "fp16", "fp32")
+_ATTENTION = tuple(f"{x}+{x}" for x in _PLAIN) + tuple(f"{x}+{y}" for x in _PLAIN for y in ("e4m3", "e5m2"))
+_STORE = _ATTENTION + ("e4m3+e4m3", "e5m2+e5m2")
+_MERGE = tuple(f"{x}>{y}" for x in _PLAIN for y in _PLAIN)
+_TORCH = {
+    "block_scores": _ATTENTION,
+    "select_blocks": _ATTENTION,
+    "sparse_attention": _ATTENTION,
+    "dense_attention": _ATTENTION,
+    "store_kv": _STORE,
+    "merge_states": _MERGE,
+}
+_MERGE_AOT = ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16")
+
+TABLE = CapabilityTable(
+    [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
+    + [
+        Capability("merge_states", "aot", "sm_90", _MERGE_AOT, MEASURED),
+        Capability("merge_states", "aot", "sm_100", _MERGE_AOT, COMPILED),
+        Capability("merge_states", "aot", "sm_103", _MERGE_AOT, COMPILED),
+    ]
+    + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op != "merge_states"]
+    + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
+)
+
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+# What the table allows, in the form that a call asks for: (op, backend, arch, dtypes).
+_ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE if r.status != MISSING for pair in r.dtypes)
+# torch's own query costs microseconds a call.
+_architectures: Dict[torch.device, str] = {}
+
+# The one environment override, read here and nowhere else. Its value is judged by the first call, so that an import
+# never fails for it.
+_forced: Optional[str] = os.environ.get("M3_SPARSE_BACKEND") or None
+
+
+class _Forced:
+    def __init__(self, name: Optional[str]):
+        self.name = name
+
+    def __enter__(self):
+        global _forced
+        self.before = _forced
+        _forced = self.name
+        return None
+
+    def __exit__(self, *error):
+        global _forced
+        _forced = self.before
+        return False
+
+
+def backend(name: Optional[str]):
+    """Context manager: every call inside runs on backend `name` or raises.
+
+    `name` is "torch", "aot" or "jit"; None restores the default rule. The setting belongs to the process, not to the
+    thread. The environment variable M3_SPARSE_BACKEND sets it for a whole run.
+
+    Raises:
+        ValueError: the name is not one of the three (or None).
+    """
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {name!r}")
+    return _Forced(name)
+
+
+def capabilities() -> CapabilityTable:
+    """The table of what runs where: a list of rows with a readable `str()` and a `markdown()` method."""
+    return CapabilityTable(TABLE)
+
+
+def dtype_key(op: str, first: torch.dtype, second: torch.dtype) -> str:
+    joint = ">" if op == "merge_states" else "+"
+    return _NAMES.get(first, str(first)) + joint + _NAMES.get(second, str(second))
+
+
+def architecture(device: torch.device) -> str:
+    """ "sm_90" for such a CUDA device, else the name of the device type."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return device.type
+    if device not in _architectures:
+        major, minor = torch.cuda.get_device_capability(device)
+        _architectures[device] = f"sm_{major}{minor}"
+    return _architectures[device]
+
+
+def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> List[str]:
+    """Every reason why backend `name` cannot run this call; empty if it can. Depends on table and build only."""
+    rows = [row for row in TABLE if row.op == op and row.backend == name]
+    live = [row for row in rows if row.status != MISSING]
+    if not live:
+        return [f"{op} is not implemented on backend {name}"]
+    reasons = []
+    if (op, name) not in BUILT:
+        reasons.append(
+            f"this build of m3_sparse contains no {name} kernels (it is a build without a compiled extension)"
+        )
+    if name != "torch":
+        arch = architecture(device)
+        if arch not in [row.arch for row in live]:
+            reasons.append(f"{op} on {name} runs on {', '.join([row.arch for row in live])}; the tensors are on {arch}")
+        if needs_grad:
+            reasons.append(f"{op} on {name} has no backward pass, and an input requires grad")
+    if dtypes not in live[0].dtypes:
+        reasons.append(f"{op} on {name} takes dtypes {', '.join(live[0].dtypes)}; got {dtypes}")
+    return reasons
+
+
+def choose(op: str, device: torch.device, first: torch.dtype, second: torch.dtype, needs_grad: bool = False) -> str:
+    """The backend of this call; NotImplementedError with every reason if the one asked for by name cannot run it."""
+    dtypes = dtype_key(op, first, second)
+    if _forced is None:
+        # The two common answers without building reasons: this runs at every call.
+        if not needs_grad and (op, "aot") in BUILT and (op, "aot", architecture(device), dtypes) in _ALLOWED:
+            return "aot"
+        if (op, "torch", "any", dtypes) in _ALLOWED:
+            return "torch"
+        reasons = refusals(op, "torch", device, dtypes, needs_grad)
+        raise NotImplementedError("; ".join(reasons))
+    if _forced not in BACKENDS:
+        raise ValueError(f"M3_SPARSE_BACKEND must be one of {', '.join(BACKENDS)}, got {_forced!r}")
+    reasons = refusals(op, _forced, device, dtypes, needs_grad)
+    if reasons:
+        raise NotImplementedError(
+            f"backend {_forced!r} was asked for by name and cannot run this call: " + "; ".join(reasons)
+        )
+    return _forced
+
+
+def _operands(op: str, given: dict) -> Tuple[Optional[torch.Tensor], Optional[torch.dtype]]:
+    """The tensor that names the device and first dtype of a call, and the second dtype."""
+    first_name, second_name = {
+        "block_scores": ("index_q", "index_k_cache"),
+        "select_blocks": ("index_q", "index_k_cache"),
+        "sparse_attention": ("q", "k_cache"),
+        "dense_attention": ("q", "k_cache"),
+        "store_kv": ("k", "k_cache"),
+        "merge_states": ("outs", "outs"),
+    }[op]
+    first, second = given.get(first_name), given.get(second_name)
+    if op == "merge_states" and isinstance(first, (list, tuple)) and first and isinstance(first[0], torch.Tensor):
+        first = second = first[0]
+    if not isinstance(first, torch.Tensor):
+        return None, None
+    dtype = second.dtype if isinstance(second, torch.Tensor) else first.dtype
+    return first, given.get("out_dtype") or dtype
+
+
+def explain(op: str, **arguments) -> str:
+    """Why a call of `op` with these arguments would take which backend, or why it can't.
+
+    Args:
+        op: the name of a public function, such as "sparse_attention".
+        arguments: that function's arguments by name. With all of them the argument checks run too; with only the
+            tensors that matter (q and k_cache, index_q and index_k_cache, k and k_cache, or outs) the choice alone is
+            explained; with none, the rows of the table are listed.
+
+    Returns:
+        A text of several lines. Nothing is launched.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    if op not in OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
+    first, second = _operands(op, arguments)
+    if first is None:
+        return f"{op}:\n" + str(CapabilityTable([row for row in TABLE if row.op == op]))
+    needs_grad = checks.needs_grad(*[x for x in arguments.values() if isinstance(x, torch.Tensor)])
+    dtypes = dtype_key(op, first.dtype, second)
+    lines = [
+        f"{op} with dtypes {dtypes} on {architecture(first.device)}"
+        + (", gradients needed" if needs_grad else "")
+        + ":"
+    ]
+    for name in BACKENDS:
+        reasons = refusals(op, name, first.device, dtypes, needs_grad)
+        lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
+    try:
+        rule = "by default" if _forced is None else "asked for by name"
+        lines.append(f"  -> {choose(op, first.device, first.dtype, second, needs_grad)}, {rule}")
+    except (ValueError, NotImplementedError) as error:
+        lines.append(f"  -> raises {type(error).__name__}: {error}")
+    problem = checks.problem(op, arguments)
+    if problem:
+        lines.append(f"  bad input: {problem}")
+    return "\n".join(lines)

@@ -1,0 +1,224 @@
+"""Argument rules of the public functions, by function.
+
+A violation raises before anything is launched and says which argument, what was expected and what came.
+"""
+
+from typing import Optional
+
+import torch
+
+from ._arguments import (
+    FLOAT8,
+    FLOATS,
+    HEAD_DIM,
+    INDICES,
+    MAX_BLOCKS,
+    aligned,
+    batch,
+    cache_dtype,
+    describe,
+    dtype_list,
+    flag,
+    kv_caches,
+    needs_grad,
+    page_size,
+    query,
+    scale,
+    stacked,
+    stored,
+    tensor,
+    whole,
+)
+
+
+def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k) -> None:
+    query("index_q", index_q, heads="Hi")
+    text = f"[P, page, {HEAD_DIM}]"
+    tensor("index_k_cache", index_k_cache, text, (None, None, HEAD_DIM), FLOATS + FLOAT8, index_q)
+    page_size("index_k_cache", index_k_cache.shape[1])
+    cache_dtype("index_k_cache", index_k_cache, index_q.dtype)
+    aligned("index_k_cache", index_k_cache)
+    batch(block_table, cu_seqlens_q, seqused_k, index_q)
+    blocks = (block_table.shape[1] * index_k_cache.shape[1] + HEAD_DIM - 1) // HEAD_DIM
+    if blocks > MAX_BLOCKS:
+        raise ValueError(
+            f"block_table must reach at most {MAX_BLOCKS} blocks of 128 tokens, got a table that reaches {blocks}"
+        )
+
+
+def select_blocks(
+    index_q,
+    index_k_cache,
+    block_table,
+    *,
+    cu_seqlens_q,
+    seqused_k,
+    topk=16,
+    local_blocks=1,
+    init_blocks=0,
+    out=None,
+    return_scores=False,
+) -> None:
+    block_scores(index_q, index_k_cache, block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
+    whole("topk", topk, 1)
+    whole("local_blocks", local_blocks, 0)
+    whole("init_blocks", init_blocks, 0)
+    if local_blocks + init_blocks > topk:
+        raise ValueError(
+            f"local_blocks + init_blocks must be at most topk = {topk}, got {local_blocks} + {init_blocks}"
+        )
+    if out is not None:
+        shape = (index_q.shape[0], index_q.shape[1], topk)
+        tensor("out", out, "[T, Hi, topk]", shape, (torch.int32,), index_q)
+    flag("return_scores", return_scores)
+
+
+def _attention(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    cu_seqlens_q,
+    seqused_k,
+    softmax_scale,
+    causal,
+    k_scale,
+    v_scale,
+    out,
+    lse,
+    return_lse,
+) -> None:
+    query("q", q)
+    kv_caches(k_cache, v_cache, q, q.dtype)
+    heads = k_cache.shape[1]
+    if q.shape[1] % heads != 0:
+        raise ValueError(f"q must have a multiple of the Hkv = {heads} heads of k_cache, got Hq = {q.shape[1]}")
+    batch(block_table, cu_seqlens_q, seqused_k, q)
+    if softmax_scale is not None and (
+        isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float, torch.SymFloat))
+    ):
+        raise TypeError(f"softmax_scale must be a float or None (1 / sqrt({HEAD_DIM})), got {describe(softmax_scale)}")
+    flag("causal", causal)
+    flag("return_lse", return_lse)
+    scale("k_scale", k_scale, heads, q)
+    scale("v_scale", v_scale, heads, q)
+    if out is not None:
+        tensor("out", out, f"[T, Hq, {HEAD_DIM}] like q", tuple(q.shape), (q.dtype,), q)
+        aligned("out", out)
+    if lse is not None:
+        tensor("lse", lse, "[T, Hq]", tuple(q.shape[:2]), (torch.float32,), q)
+    if needs_grad(q, k_cache, v_cache):
+        if out is not None or lse is not None:
+            raise ValueError(
+                "out and lse must be None where q, k_cache or v_cache requires grad, got a tensor to write into"
+            )
+        if k_cache.dtype in FLOAT8 and needs_grad(k_cache, v_cache):
+            raise NotImplementedError(
+                f"gradients of float8 caches are not implemented: expected caches without grad, got {describe(k_cache)}"
+            )
+
+
+def dense_attention(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    *,
+    cu_seqlens_q,
+    seqused_k,
+    softmax_scale=None,
+    causal=True,
+    k_scale=None,
+    v_scale=None,
+    out=None,
+    lse=None,
+    return_lse=False,
+) -> None:
+    _attention(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        cu_seqlens_q,
+        seqused_k,
+        softmax_scale,
+        causal,
+        k_scale,
+        v_scale,
+        out,
+        lse,
+        return_lse,
+    )
+
+
+def sparse_attention(q, k_cache, v_cache, block_indices, block_table, **options) -> None:
+    dense_attention(q, k_cache, v_cache, block_table, **options)
+    shape = (q.shape[0], k_cache.shape[1], None)
+    tensor("block_indices", block_indices, "[T, Hkv, K] (T from q, Hkv from k_cache)", shape, INDICES, q)
+
+
+def store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
+    text = f"[T, Hkv, {HEAD_DIM}]"
+    tensor("k", k, text, (None, None, HEAD_DIM), FLOATS + FLOAT8)
+    tensor("v", v, text + " like k", tuple(k.shape), FLOATS + FLOAT8, k)
+    kv_caches(k_cache, v_cache, k)
+    if k.shape[1] != k_cache.shape[1]:
+        raise ValueError(f"k must have the Hkv = {k_cache.shape[1]} heads of k_cache in {text}, got {describe(k)}")
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        stored(name, x, cache)
+    if (index_k is None) != (index_k_cache is None):
+        raise ValueError(
+            f"index_k and index_k_cache must both be tensors or both None, got {describe(index_k)} and "
+            f"{describe(index_k_cache)}"
+        )
+    if index_k is not None:
+        tensor("index_k", index_k, f"[T, {HEAD_DIM}]", (k.shape[0], HEAD_DIM), FLOATS + FLOAT8, k)
+        shape = (k_cache.shape[0], k_cache.shape[2], HEAD_DIM)
+        tensor(
+            "index_k_cache",
+            index_k_cache,
+            f"[P, page, {HEAD_DIM}] with the P and page of k_cache",
+            shape,
+            FLOATS + FLOAT8,
+            k,
+        )
+        aligned("index_k_cache", index_k_cache)
+        stored("index_k", index_k, index_k_cache)
+    tensor("slot_mapping", slot_mapping, "[T]", (k.shape[0],), INDICES, k)
+    scale("k_scale", k_scale, k_cache.shape[1], k)
+    scale("v_scale", v_scale, k_cache.shape[1], k)
+    if needs_grad(k, v, index_k, k_cache, v_cache, index_k_cache):
+        raise NotImplementedError(
+            "store_kv has no backward pass: expected tensors without grad (or torch.no_grad()), got one that "
+            "requires grad"
+        )
+
+
+def merge_states(outs, lses, *, out_dtype=None) -> None:
+    """`outs` and `lses` are tensors here: the public function stacks sequences."""
+    tensor("outs", outs, f"[N, T, H, {HEAD_DIM}]", (None, None, None, HEAD_DIM), FLOATS)
+    if outs.shape[0] == 0:
+        raise ValueError(f"outs must hold at least one state, N >= 1 in [N, T, H, {HEAD_DIM}], got {describe(outs)}")
+    aligned("outs", outs)
+    tensor("lses", lses, "[N, T, H] like outs", tuple(outs.shape[:3]), (torch.float32,), outs)
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype must be {dtype_list(FLOATS)} or None, got {out_dtype!r}")
+    if needs_grad(outs, lses):
+        raise NotImplementedError(
+            "merge_states has no backward pass: expected tensors without grad (or torch.no_grad()), got one that "
+            "requires grad"
+        )
+
+
+def problem(op: str, arguments: dict) -> Optional[str]:
+    """What a call with these arguments would raise, as text; None if it passes or if required arguments are missing."""
+    try:
+        if op == "merge_states":
+            arguments = dict(arguments, **{n: stacked(n, arguments[n]) for n in ("outs", "lses") if n in arguments})
+        globals()[op](**arguments)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    except TypeError as error:
+        # Python's own complaint about a missing argument means that the caller asked about the choice alone.
+        return None if "missing" in str(error) and "required" in str(error) else f"TypeError: {error}"
+    return None

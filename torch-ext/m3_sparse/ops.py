@@ -1,0 +1,229 @@
+"""The registered operators: one per operation and backend, `<backend>_<operation>` in the namespace of this build.
+
+Operators write tensors that the caller allocated (`out`, `lse`, `scores`, the caches) and return nothing; the backward
+passes return gradients. Arguments were checked by the public functions. The operators of the `aot` backend are defined
+by the C++ extension where the build has one.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+
+from . import _backward, reference
+from ._ops import add_op_namespace_prefix, ops
+
+
+@torch.library.custom_op(add_op_namespace_prefix("torch_block_scores"), mutates_args=("scores",))
+def torch_block_scores(
+    scores: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+) -> None:
+    reference.block_scores(scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("torch_block_scores"))
+def _(scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k):
+    return None
+
+
+@torch.library.custom_op(add_op_namespace_prefix("torch_select_blocks"), mutates_args=("out", "scores"))
+def torch_select_blocks(
+    out: torch.Tensor,
+    scores: Optional[torch.Tensor],
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    local_blocks: int,
+    init_blocks: int,
+) -> None:
+    reference.select_blocks(
+        out, scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, local_blocks, init_blocks
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("torch_select_blocks"))
+def _(out, scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, local_blocks, init_blocks):
+    return None
+
+
+@torch.library.custom_op(add_op_namespace_prefix("torch_sparse_attention"), mutates_args=("out", "lse"))
+def torch_sparse_attention(
+    out: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+) -> None:
+    reference.sparse_attention(
+        out,
+        lse,
+        q,
+        k_cache,
+        v_cache,
+        block_indices,
+        block_table,
+        cu_seqlens_q,
+        seqused_k,
+        softmax_scale,
+        causal,
+        k_scale,
+        v_scale,
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("torch_sparse_attention"))
+def _(
+    out,
+    lse,
+    q,
+    k_cache,
+    v_cache,
+    block_indices,
+    block_table,
+    cu_seqlens_q,
+    seqused_k,
+    softmax_scale,
+    causal,
+    k_scale,
+    v_scale,
+):
+    return None
+
+
+@torch.library.custom_op(add_op_namespace_prefix("torch_dense_attention"), mutates_args=("out", "lse"))
+def torch_dense_attention(
+    out: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+) -> None:
+    reference.dense_attention(
+        out, lse, q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, softmax_scale, causal, k_scale, v_scale
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("torch_dense_attention"))
+def _(out, lse, q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, softmax_scale, causal, k_scale, v_scale):
+    return None
+
+
+@torch.library.custom_op(add_op_namespace_prefix("torch_attention_backward"), mutates_args=())
+def torch_attention_backward(
+    grad_out: torch.Tensor,
+    grad_lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _backward.attention_backward(
+        grad_out,
+        grad_lse,
+        q,
+        k_cache,
+        v_cache,
+        block_indices,
+        block_table,
+        cu_seqlens_q,
+        seqused_k,
+        softmax_scale,
+        causal,
+        k_scale,
+        v_scale,
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("torch_attention_backward"))
+def _(
+    grad_out,
+    grad_lse,
+    q,
+    k_cache,
+    v_cache,
+    block_indices,
+    block_table,
+    cu_seqlens_q,
+    seqused_k,
+    softmax_scale,
+    causal,
+    k_scale,
+    v_scale,
+):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cache, v_cache))
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("torch_store_kv"), mutates_args=("k_cache", "v_cache", "index_k_cache")
+)
+def torch_store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index_k: Optional[torch.Tensor],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    index_k_cache: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+) -> None:
+    reference.store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale, v_scale)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("torch_store_kv"))
+def _(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale, v_scale):
+    return None
+
+
+@torch.library.custom_op(add_op_namespace_prefix("torch_merge_states"), mutates_args=("out", "lse"))
+def torch_merge_states(out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor) -> None:
+    reference.merge_states(out, lse, outs, lses)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("torch_merge_states"))
+def _(out, lse, outs, lses):
+    return None
+
+
+if hasattr(ops, "aot_merge_states"):
+
+    @torch.library.register_fake(add_op_namespace_prefix("aot_merge_states"))
+    def _(out, lse, outs, lses):
+        return None
+
+
+OPERATIONS = ("block_scores", "select_blocks", "sparse_attention", "dense_attention", "store_kv", "merge_states")
+BUILT = {
+    (op, backend): getattr(ops, f"{backend}_{op}").default
+    for op in OPERATIONS
+    for backend in ("torch", "aot")
+    if hasattr(ops, f"{backend}_{op}")
+}

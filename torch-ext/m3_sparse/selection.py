@@ -1,0 +1,106 @@
+"""Block selection: the indexer's scores and the blocks that each query row attends to."""
+
+from typing import Optional
+
+import torch
+
+from . import checks
+from .capability import choose
+from .ops import BUILT
+
+
+def _scores_like(index_q: torch.Tensor, index_k_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    blocks = (block_table.shape[1] * index_k_cache.shape[1] + 127) // 128
+    return torch.empty((index_q.shape[0], index_q.shape[1], blocks), dtype=torch.float32, device=index_q.device)
+
+
+def block_scores(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+) -> torch.Tensor:
+    """Score of every 128-token block for every query row and index head: the maximum of the dot products with the
+    visible index keys.
+
+    Args:
+        index_q: [T, Hi, 128], bf16, fp16 or fp32, packed as the queries of `sparse_attention` are.
+        index_k_cache: [P, page, 128] shared by all heads, pages of 64 or 128 tokens, the dtype of index_q or float8;
+            last stride 1, base and strides multiples of 16 bytes, pages may overlap.
+        block_table, cu_seqlens_q, seqused_k: as in `sparse_attention`; the table reaches at most 16384 blocks.
+
+    Returns:
+        fp32 [T, Hi, blocks], blocks = ceil(M * page / 128): raw logits, unscaled. A block without a visible token is
+        -inf; a NaN product counts as -inf.
+
+    No gradients. Specification: `reference.block_scores`.
+
+    Raises:
+        TypeError, ValueError: an argument breaks one of the rules above. NotImplementedError: the dtypes or the backend
+            asked for are not implemented.
+    """
+    checks.block_scores(index_q, index_k_cache, block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
+    backend = choose("block_scores", index_q.device, index_q.dtype, index_k_cache.dtype)
+    scores = _scores_like(index_q, index_k_cache, block_table)
+    BUILT["block_scores", backend](
+        scores, index_q.detach(), index_k_cache.detach(), block_table, cu_seqlens_q, seqused_k
+    )
+    return scores
+
+
+def select_blocks(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    topk: int = 16,
+    local_blocks: int = 1,
+    init_blocks: int = 0,
+    out: Optional[torch.Tensor] = None,
+    return_scores: bool = False,
+):
+    """The blocks that each query row and index head attends to.
+
+    A row at position p has n = p // 128 + 1 candidates. The `local_blocks` newest and the `init_blocks` first are
+    always taken and count inside topk; the rest go by score (see `block_scores`), in exact fp32 order, the lower id
+    first among equal scores.
+
+    Args:
+        index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k: as in `block_scores`.
+        topk: blocks per row and head, >= 1. local_blocks, init_blocks: >= 0, together at most topk.
+        out: [T, Hi, topk] int32 of any strides to write into.
+        return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]; without it they are never stored as a
+            whole.
+
+    Returns:
+        int32 [T, Hi, topk]: the min(topk, n) chosen ids, ascending, then -1; or (ids, scores).
+
+    No gradients. Specification: `reference.select_blocks`.
+
+    Raises:
+        TypeError, ValueError: an argument breaks one of the rules above. NotImplementedError: the dtypes or the backend
+            asked for are not implemented.
+    """
+    checks.select_blocks(
+        index_q,
+        index_k_cache,
+        block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seqused_k=seqused_k,
+        topk=topk,
+        local_blocks=local_blocks,
+        init_blocks=init_blocks,
+        out=out,
+        return_scores=return_scores,
+    )
+    backend = choose("select_blocks", index_q.device, index_q.dtype, index_k_cache.dtype)
+    if out is None:
+        out = torch.empty((index_q.shape[0], index_q.shape[1], topk), dtype=torch.int32, device=index_q.device)
+    scores = _scores_like(index_q, index_k_cache, block_table) if return_scores else None
+    tensors = (index_q.detach(), index_k_cache.detach(), block_table, cu_seqlens_q, seqused_k)
+    BUILT["select_blocks", backend](out, scores, *tensors, local_blocks, init_blocks)
+    return (out, scores) if return_scores else out

@@ -1,0 +1,244 @@
+"""`attn_implementation="m3_sparse"` for MiniMax-M3 in Hugging Face transformers.
+
+    import m3_sparse
+    m3_sparse.register_transformers()        # done by the import itself where transformers is already loaded
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="m3_sparse")
+
+Three hooks: an attention function, a mask function (see `_transformers_rows.py`), and the indexer's forward, which
+under this implementation only projects: selection runs beside attention, where padding and offsets are known, and so
+never builds scores of [queries, keys]. Under any other implementation the indexer's forward is the one found before.
+
+transformers is imported inside functions only.
+"""
+
+import re
+import sys
+from typing import NamedTuple, Optional
+
+import torch
+
+from ._transformers_cache import page_states
+from ._transformers_rows import check_rows, compact_mask, read_rows
+from .attention import dense_attention, sparse_attention
+from .selection import select_blocks
+
+OLDEST_VERSION = (5, 13, 0)
+SUPPORTED = "transformers 5.13.0 or newer, with transformers.models.minimax_m3_vl"
+BLOCK = 128
+
+# transformers' hub loader binds `flash_attn_forward` of a package that has this attribute too.
+supports_flash_attn = True
+
+
+class IndexStates(NamedTuple):
+    """What the indexer hands to the attention function in place of block indices."""
+
+    query: torch.Tensor  # [B, Hi, Sq, 128]
+    key: torch.Tensor  # [B, 1, Sk, 128]
+
+
+def register_transformers(name: str = "m3_sparse") -> None:
+    """Make `attn_implementation=name` available to MiniMax-M3 models of the loaded transformers.
+
+    May be called again, also with another name. Importing the package calls it when transformers is loaded already.
+
+    Raises:
+        TypeError, ValueError: `name` is no string, or transformers would take it for something else.
+        ModuleNotFoundError: transformers is not installed.
+        NotImplementedError: this version of transformers is not supported.
+    """
+    check_name(name)
+    modeling = load_modeling()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, flash_attn_forward)
+    # Without this one transformers passes no mask at all, silently, and padding would be ignored.
+    AttentionMaskInterface.register(name, compact_mask)
+    patch_indexer(modeling.MiniMaxM3VLIndexer)
+
+
+def register_if_loaded() -> None:
+    """The import's own registration: nothing happens without transformers, or with one that is not supported."""
+    if "transformers" not in sys.modules:
+        return
+    try:
+        register_transformers()
+    except (ImportError, NotImplementedError):
+        # Importing the package must not depend on another one's version; calling register_transformers() tells why.
+        return
+
+
+def flash_attn_forward(
+    module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Optional[torch.Tensor] = None,
+    dropout: float = 0.0,
+    scaling: Optional[float] = None,
+    block_indices=None,
+    **kwargs,
+):
+    """transformers' attention function: query [B, Hq, Sq, 128], key and value [B, Hkv, Sk, 128].
+
+    Sparse layers pass IndexStates as `block_indices` and attend over the blocks selected from them; dense layers pass
+    None and attend over everything before. Modules without an `indexer` attribute (the vision tower) go to sdpa.
+
+    Returns (out [B, Sq, Hq, 128], None). A row that is refused by a value on an accelerator, or under torch.compile,
+    comes out as NaN instead of raising (docs/transformers.md).
+    """
+    if not hasattr(module, "indexer"):
+        return delegate_to_sdpa(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    check_call(module, query, key, dropout, block_indices, kwargs)
+    position_ids = kwargs.get("position_ids")
+    batch, heads, q_length, dim = query.shape
+    rows = read_rows(attention_mask, position_ids, query, key)
+    # Once per forward is enough: all layers see the same mask and positions, and NaN reaches them all.
+    refused = check_rows(rows, attention_mask, position_ids, q_length) if module.layer_idx == 0 else None
+    lengths = {
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=query.device) * q_length,
+        "seqused_k": rows.kv_lengths(q_length),
+    }
+    (k_pages, v_pages), block_table = page_states((key, value), rows.pad)
+    if block_indices is None:
+        out = dense_attention(tokens(query), k_pages, v_pages, block_table, softmax_scale=scaling, **lengths)
+    else:
+        selected = select(module.indexer, block_indices, rows.pad, lengths)
+        out = sparse_attention(
+            tokens(query), k_pages, v_pages, selected, block_table, softmax_scale=scaling, **lengths
+        )
+    out = out.view(batch, q_length, heads, dim)
+    if refused is not None:
+        out = out.masked_fill(refused[:, None, None, None], float("nan"))
+    return out, None
+
+
+def select(indexer, states: IndexStates, pad: Optional[torch.Tensor], lengths) -> torch.Tensor:
+    """Selected blocks [B * Sq, Hi, topk], counted from each row's first real token."""
+    (k_pages,), block_table = page_states((states.key.detach(),), pad)
+    return select_blocks(
+        tokens(states.query.detach()),
+        k_pages[:, 0],
+        block_table,
+        topk=indexer.topk_blocks,
+        local_blocks=indexer.local_blocks,
+        **lengths,
+    )
+
+
+def tokens(x: torch.Tensor) -> torch.Tensor:
+    """[B, heads, S, D] -> [B * S, heads, D]."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def delegate_to_sdpa(module, query, key, value, attention_mask, dropout, scaling, kwargs):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        raise NotImplementedError(
+            f"m3_sparse: expected an attention layer of MiniMax-M3, but {type(module).__name__} has no `indexer`"
+        )
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def check_call(module, query, key, dropout, block_indices, kwargs) -> None:
+    if dropout:
+        raise NotImplementedError(f"m3_sparse: expected attention dropout 0, but got {dropout}")
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError("m3_sparse: continuous batching (a paged `cache` argument) is not supported")
+    if query.shape[2] > key.shape[2]:
+        raise ValueError(f"m3_sparse: expected at least as many keys as queries ({query.shape[2]}), got {key.shape[2]}")
+    if query.shape[3] != BLOCK:
+        raise NotImplementedError(f"m3_sparse: expected head_dim {BLOCK}, but the model has {query.shape[3]}")
+    if block_indices is None:
+        return
+    if torch.is_tensor(block_indices):
+        raise NotImplementedError(
+            "m3_sparse: expected the package's own indexer, but block indices came ready; call register_transformers()"
+        )
+    indexer, kv_heads = module.indexer, key.shape[1]
+    found = (indexer.block_size, indexer.head_dim, indexer.num_heads)
+    if found != (BLOCK, BLOCK, kv_heads):
+        raise NotImplementedError(
+            f"m3_sparse: expected index_block_size {BLOCK}, index_head_dim {BLOCK} and index_n_heads {kv_heads} "
+            f"(one for each KV head), but the model has {found[0]}, {found[1]} and {found[2]}"
+        )
+
+
+def project_index(self, hidden_states, position_embeddings, cache) -> IndexStates:
+    """MiniMaxM3VLIndexer.forward up to the scores: projections, norms, RoPE and the index-key cache."""
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
+
+    batch, length, _ = hidden_states.shape
+    # Only the order of scores matters afterwards, so no gradient passes here, as in transformers itself.
+    with torch.no_grad():
+        query = self.q_norm(self.q_proj(hidden_states).view(batch, length, -1, self.head_dim)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(batch, length, 1, self.head_dim)).transpose(1, 2)
+        cos, sin = position_embeddings
+        query, key = apply_rotary_pos_emb(query, key, cos[..., : self.head_dim], sin[..., : self.head_dim])
+        if cache is not None:
+            key = cache.layers[self.layer_idx].update_index(key)
+    return IndexStates(query, key)
+
+
+def patch_indexer(indexer_class) -> None:
+    """Replace the class's forward by one that serves our names and otherwise calls what it found.
+
+    Two copies of this package (two versions, or one loaded from the Hub beside an installed one) chain in this way,
+    and each serves the names that are bound to its own attention function.
+    """
+    previous = found = indexer_class.forward
+    while found is not None:
+        if getattr(found, "_m3_sparse_attention", None) is flash_attn_forward:
+            return
+        found = getattr(found, "_m3_sparse_previous", None)
+
+    def forward(self, hidden_states, position_embeddings, *args, **kwargs):
+        if not serves(self.config._attn_implementation):
+            return previous(self, hidden_states, position_embeddings, *args, **kwargs)
+        # Third and positional in every supported version; its name changed in 5.24.
+        cache = args[0] if args else kwargs.get("cache", kwargs.get("past_key_values"))
+        return project_index(self, hidden_states, position_embeddings, cache)
+
+    forward._m3_sparse_attention = flash_attn_forward
+    forward._m3_sparse_previous = previous
+    indexer_class.forward = forward
+
+
+def serves(name: Optional[str]) -> bool:
+    """Whether transformers binds this name, which may be a Hub repository's, to this copy's attention function."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS._global_mapping.get(name) is flash_attn_forward
+
+
+def check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"m3_sparse: expected name to be a string, but got {type(name).__name__}")
+    # transformers looks for these in names: "flash" becomes another kernel, "org/name" is fetched from the Hub.
+    for part in ("flash", "sdpa", "flex", "eager", "paged", "/", "|", ":", "@"):
+        if part in name:
+            raise ValueError(f"m3_sparse: expected a name without {part!r}, but got {name!r}")
+    if not name:
+        raise ValueError("m3_sparse: expected a name, but got an empty string")
+
+
+def load_modeling():
+    """transformers' module with the MiniMax-M3 classes, if this version is supported."""
+    import transformers
+
+    version = transformers.__version__
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+    if numbers < OLDEST_VERSION:
+        raise NotImplementedError(f"m3_sparse: expected {SUPPORTED}, but found transformers {version}")
+    try:
+        from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
+
+        modeling.MiniMaxM3VLIndexer.forward, modeling.apply_rotary_pos_emb
+    except (ImportError, AttributeError) as error:
+        raise NotImplementedError(
+            f"m3_sparse: expected {SUPPORTED}, but transformers {version} lacks part of it: {error}"
+        ) from error
+    return modeling
