@@ -134,7 +134,11 @@ def main():
     outs, lses = torch.randn(8, 1, 64, 128, device="cuda"), torch.randn(8, 1, 64, device="cuda")
     out, lse = torch.empty(1, 64, 128, device="cuda"), torch.empty(1, 64, device="cuda")
     operator = getattr(ops, "ops", ops).aot_merge_states.default
+    from m3_sparse import capability, checks
+
     host = {
+        "argument checks alone": host_cost(checks.merge_states, (outs, lses)),
+        "choice of backend alone": host_cost(capability.choose, ("merge_states", outs.device, outs.dtype, outs.dtype)),
         "public function": host_cost(m3_sparse.merge_states, (outs, lses)),
         "operator, outputs given": host_cost(operator, (out, lse, outs, lses)),
         "torch.add_ for scale": host_cost(out.add_, (1.0,)),
