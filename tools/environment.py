@@ -51,7 +51,7 @@ def ensure(requirements: Path) -> None:
     if not origin.exists() or origin.read_text() != interpreter:
         create()
         origin.write_text(interpreter)
-    print(f"Installing {requirements.name} into {ENVIRONMENT.name} (once; downloads torch) ...", flush=True)
+    print(f"Installing {requirements.name} into {ENVIRONMENT.name} (downloads torch the first time) ...", flush=True)
     python = ENVIRONMENT / "bin" / "python"
     command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-r", str(requirements)]
     if subprocess.run(command, stdout=sys.stderr).returncode != 0:

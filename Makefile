@@ -1,0 +1,23 @@
+# Needs only Python 3.10 or newer and access to PyPI; both targets set themselves up in .venv.
+PYTHON ?= python3
+
+.PHONY: demo test build clean
+
+# The main job on the CPU: publish to a local Hub, fetch, generate, and run a prompt that the stock path can't hold.
+demo:
+	@$(PYTHON) tools/environment.py requirements.txt
+	@.venv/bin/python tools/build.py cpu >/dev/null
+	@.venv/bin/python examples/demo.py
+
+# Everything, with the GPU tests where there is a GPU. TESTS and PYTEST_ARGS narrow it down.
+test:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tools/run_tests.py $(TESTS) $(PYTEST_ARGS)
+
+# Both variants, in build/.
+build:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tools/build.py all
+
+clean:
+	rm -rf build .venv

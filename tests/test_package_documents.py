@@ -1,0 +1,106 @@
+"""The documents and examples hold what the code does: tables, card, quickstart, demo, benchmark."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import publish
+import pytest
+import readme_table
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_example(*command):
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_capability_tables_are_current():
+    import m3_sparse
+
+    stale = readme_table.stale_documents(m3_sparse.capabilities().markdown())
+    assert not stale, f"{[path.name for path in stale]}: run python tools/readme_table.py"
+
+
+def test_table_needs_both_markers():
+    table = readme_table.with_table(f"a\n{readme_table.BEGIN}\nold\n{readme_table.END}\nb", "new")
+    assert table == f"a\n{readme_table.BEGIN}\nnew\n{readme_table.END}\nb"
+    with pytest.raises(ValueError, match="markers"):
+        readme_table.with_table(f"{readme_table.BEGIN} only", "new")
+
+
+def test_card_renders(project):
+    card = publish.render_card(project)
+    front, body = card.split("---\n")[1], card.split("---\n", 2)[2]
+    assert yaml.safe_load(front) == {"library_name": "kernels", "license": "apache-2.0"}
+    import m3_sparse
+
+    for name in m3_sparse.__all__:
+        assert name == "layers" or f"- `{name}`" in body
+    assert "{" not in body.replace("{py", "")
+
+
+def test_card_needs_a_literal_list_of_names(tmp_path):
+    (tmp_path / "m.py").write_text("names = []\n")
+    with pytest.raises(ValueError, match="__all__"):
+        publish.public_names(tmp_path / "m.py")
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_quickstart_runs(cpu_variant):
+    out = run_example("examples/quickstart.py")
+    assert "blocks: [0, 1]" in out or "blocks: [1, 0]" in out
+    assert "output: (1, 16, 128) torch.bfloat16" in out
+
+
+def test_quickstart_in_the_readme_runs():
+    """With the module at hand instead of the published one."""
+    import m3_sparse
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (code,) = [block for block in blocks if "block_table" in block]
+    code, replaced = re.subn(r"^(from kernels import.*|m3_sparse = get_kernel\(.*\))$", "", code, flags=re.M)
+    assert replaced == 2
+    names = {"m3_sparse": m3_sparse}
+    exec(code, names)
+    assert names["out"].shape == (1, 16, 128) and torch.isfinite(names["out"]).all()
+
+
+def test_demo_runs(cpu_variant):
+    """The whole demo, with a shorter long prompt."""
+    out = run_example("examples/demo.py", "--tokens", "2048")
+    assert "tokens agree: yes, 32 of 32" in out
+    assert re.search(r"m3_sparse +[\d,]+ MiB  measured", out) and re.search(r"eager +384 MiB  computed", out)
+
+
+def test_benchmark_classes_verify():
+    """As the `kernels benchmark` command runs them: its tolerance, every workload verified."""
+    import m3_sparse
+    from kernels.benchmark import Benchmark
+
+    spec = importlib.util.spec_from_file_location("benchmark_module", ROOT / "benchmarks" / "benchmark.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    classes = [c for c in vars(module).values() if isinstance(c, type) and Benchmark in c.__bases__]
+    assert len(classes) == 2
+    for benchmark_class in classes:
+        torch.manual_seed(benchmark_class.seed)
+        benchmark = benchmark_class()
+        benchmark.kernel, benchmark.device = m3_sparse, "cpu"
+        benchmark.setup()
+        workloads = [name.removeprefix("benchmark_") for name in dir(benchmark) if name.startswith("benchmark_")]
+        for workload in workloads:
+            getattr(benchmark, f"benchmark_{workload}")()
+            assert torch.allclose(benchmark.out, getattr(benchmark, f"verify_{workload}")(), atol=1e-2), workload
