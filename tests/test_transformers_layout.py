@@ -27,7 +27,7 @@ def states(batch, heads, length, layout):
 
 
 def check_pages(paged, originals, pad):
-    batch, _, length, _ = originals[0].shape
+    batch = originals[0].shape[0]
     for pages, original in zip(paged.caches, originals):
         for row in range(batch):
             start = 0 if pad is None else int(pad[row])

@@ -104,9 +104,7 @@ def flash_attn_forward(
         out = dense_attention(tokens(query), k_pages, v_pages, block_table, softmax_scale=scaling, **lengths)
     else:
         selected = select(module.indexer, block_indices, rows.pad, lengths)
-        out = sparse_attention(
-            tokens(query), k_pages, v_pages, selected, block_table, softmax_scale=scaling, **lengths
-        )
+        out = sparse_attention(tokens(query), k_pages, v_pages, selected, block_table, softmax_scale=scaling, **lengths)
     out = out.view(batch, q_length, heads, dim)
     if refused is not None:
         out = out.masked_fill(refused[:, None, None, None], float("nan"))
@@ -138,9 +136,7 @@ def delegate_to_sdpa(module, query, key, value, attention_mask, dropout, scaling
         raise NotImplementedError(
             f"m3_sparse: expected an attention layer of MiniMax-M3, but {type(module).__name__} has no `indexer`"
         )
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def check_call(module, query, key, dropout, block_indices, kwargs) -> None:
@@ -236,7 +232,8 @@ def load_modeling():
     try:
         from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
-        modeling.MiniMaxM3VLIndexer.forward, modeling.apply_rotary_pos_emb
+        for name in ("MiniMaxM3VLIndexer", "apply_rotary_pos_emb"):
+            getattr(modeling, name)
     except (ImportError, AttributeError) as error:
         raise NotImplementedError(
             f"m3_sparse: expected {SUPPORTED}, but transformers {version} lacks part of it: {error}"
