@@ -9,7 +9,11 @@
 typedef int CUresult;
 typedef struct {
   unsigned grid[3], block[3], shared_bytes;
-  void *stream, *attributes;
+  void *stream;
+  const struct {
+    int id, pad;
+    unsigned value[16];
+  } *attributes;
   unsigned num_attributes;
 } LaunchConfig;
 typedef void (*LaunchCallback)(const char *entry, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
@@ -18,10 +22,13 @@ typedef void (*LaunchCallback)(const char *entry, const unsigned *grid, const un
 int m3_sparse_host_memory = 1;
 static LaunchCallback on_launch;
 static int capability = 90, load_count, context_device = -1;
+static unsigned last_cluster, last_overlap; /* of the last launch: CTAs of a cluster, programmatic dependence */
 
 void recording_set_callback(LaunchCallback callback) { on_launch = callback; }
 void recording_set_capability(int value) { capability = value; }
 int recording_load_count(void) { return load_count; }
+unsigned recording_last_cluster(void) { return last_cluster; }
+unsigned recording_last_overlap(void) { return last_overlap; }
 
 static CUresult Init(unsigned flags) { return 0; }
 static CUresult GetErrorString(CUresult error, const char **text) { *text = "recorded error"; return 0; }
@@ -30,8 +37,8 @@ static CUresult CtxPushCurrent(void *context) { context_device = (int)(intptr_t)
 static CUresult CtxPopCurrent(void **context) { context_device = -1; return 0; }
 static CUresult DevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(intptr_t)(device + 1); return 0; }
 static CUresult DeviceGetAttribute(int *value, int attribute, int device) {
-  /* 75 and 76: compute capability, major and minor */
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 0;
+  /* 75 and 76: compute capability, major and minor; 16: multiprocessors */
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 0;
   return 0;
 }
 static CUresult LibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
@@ -44,6 +51,12 @@ static CUresult LibraryGetKernel(void **kernel, void *library, const char *name)
 static CUresult KernelSetAttribute(int attribute, int value, void *kernel, int device) { return 0; }
 static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **params, void **extra) {
   if (context_device < 0) return 201; /* CUDA_ERROR_INVALID_CONTEXT */
+  last_cluster = 1, last_overlap = 0;
+  for (unsigned i = 0; i < config->num_attributes; i++) {
+    /* 4: cluster dimension; 6: programmatic stream serialization */
+    if (config->attributes[i].id == 4) last_cluster = config->attributes[i].value[0];
+    if (config->attributes[i].id == 6) last_overlap = config->attributes[i].value[0];
+  }
   if (on_launch) on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
   return 0;
 }

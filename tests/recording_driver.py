@@ -55,6 +55,16 @@ class RecordingDriver:
     def load_count(self) -> int:
         return self.library.recording_load_count()
 
+    @property
+    def last_cluster(self) -> int:
+        """CTAs of a cluster in the last launch."""
+        return self.library.recording_last_cluster()
+
+    @property
+    def last_overlap(self) -> int:
+        """Whether the last launch may start before its predecessor in the stream has ended."""
+        return self.library.recording_last_overlap()
+
     def _on_launch(self, entry, grid, block, shared_bytes, stream, params):
         manifest = self.manifests[entry.decode()]
         values = []

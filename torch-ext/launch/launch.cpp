@@ -71,7 +71,7 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-CUkernel prepare(const Image& image, int device) {
+CUkernel prepare(const Image& image, int device, unsigned cluster) {
   Loaded& state = loaded[image.id];
   const std::uint64_t bit = std::uint64_t{1} << device;
   if (state.ready_devices.load(std::memory_order_acquire) & bit) return state.kernel;
@@ -81,11 +81,16 @@ CUkernel prepare(const Image& image, int device) {
     check(d.LibraryLoadData(&state.library, image.data, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
   if (state.kernel == nullptr)
     check(d.LibraryGetKernel(&state.kernel, state.library, image.entry), "cuLibraryGetKernel");
-  // 48 KiB of dynamic shared memory need no attribute.
-  if (image.dynamic_smem > 48 * 1024)
-    check(d.KernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(image.dynamic_smem),
-                               state.kernel, device),
-          "cuKernelSetAttribute");
+  const auto set = [&](CUfunction_attribute attribute, int value) {
+    check(d.KernelSetAttribute(attribute, value, state.kernel, device), "cuKernelSetAttribute");
+  };
+  // 48 KiB of dynamic shared memory need no attribute. A kernel that wants more is laid out for several CTAs an SM, which
+  // the default split between L1 and shared memory would not admit.
+  if (image.dynamic_smem > 48 * 1024) {
+    set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(image.dynamic_smem));
+    set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
+  }
+  if (cluster > 8) set(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
   state.ready_devices.fetch_or(bit, std::memory_order_release);
   return state.kernel;
 }
@@ -122,9 +127,20 @@ const Image& pick(const Image* program, std::size_t count, int device) {
                            "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10));
 }
 
-void run(const Image& image, Grid grid, int device, void** params) {
+int multiprocessors(int device) {
+  static std::atomic<int> cache[kMaxDevices];
+  const int index = ordinal(device);
+  int value = cache[index].load(std::memory_order_relaxed);
+  if (value == 0) {
+    check(driver().DeviceGetAttribute(&value, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, index), "cuDeviceGetAttribute");
+    cache[index].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+void run(const Image& image, Grid grid, int device, void** params, Options options) {
   CurrentContext context(ordinal(device));
-  CUkernel kernel = prepare(image, ordinal(device));
+  CUkernel kernel = prepare(image, ordinal(device), options.cluster);
   CUlaunchConfig config{};
   config.gridDimX = grid.x;
   config.gridDimY = grid.y;
@@ -134,6 +150,19 @@ void run(const Image& image, Grid grid, int device, void** params) {
   config.blockDimZ = image.block[2];
   config.sharedMemBytes = image.dynamic_smem;
   config.hStream = current_stream(device);
+  CUlaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (options.cluster > 1) {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim.x = options.cluster;
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1;
+  }
+  if (options.overlap) {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+  }
   check(driver().LaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr), "cuLaunchKernelEx");
 }
 

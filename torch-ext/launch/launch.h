@@ -17,6 +17,13 @@ struct Grid {
   unsigned x, y = 1, z = 1;
 };
 
+struct Options {
+  unsigned cluster = 1;  // CTAs of a cluster, along x; more than 8 is not portable
+  // The kernel may start before the one ahead of it in the stream has ended (programmatic dependent launch). Only for
+  // kernels that wait for that one before they touch what others write or read (ptx.wait_for_previous_kernel).
+  bool overlap = false;
+};
+
 template <class... Types>
 struct Params {
   std::tuple<Types...> values;
@@ -46,11 +53,14 @@ const Image& pick(const Image* program, std::size_t count, int device);
 
 // Launches on the device's current torch stream, without synchronising. `device` is the tensors' device index, which
 // need not be the current one; -1 means host memory.
-void run(const Image& image, Grid grid, int device, void** params);
+void run(const Image& image, Grid grid, int device, void** params, Options options = {});
 
 template <std::size_t N, class... Types>
-void run(const Image (&program)[N], Grid grid, int device, Params<Types...> params) {
-  run(pick(program, N, device), grid, device, params.pointers().data());
+void run(const Image (&program)[N], Grid grid, int device, Params<Types...> params, Options options = {}) {
+  run(pick(program, N, device), grid, device, params.pointers().data(), options);
 }
+
+// Multiprocessors of the device.
+int multiprocessors(int device);
 
 }  // namespace m3_sparse::launch

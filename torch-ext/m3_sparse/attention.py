@@ -4,7 +4,7 @@ from typing import Optional, Sequence, Tuple, Union
 
 import torch
 
-from . import checks
+from . import _limits, checks
 from .capability import choose
 from .ops import BUILT, ops
 
@@ -101,7 +101,12 @@ def _attend(
 ):
     grad = checks.needs_grad(q, k_cache, v_cache)
     op = "dense_attention" if block_indices is None else "sparse_attention"
-    backend = choose(op, q.device, q.dtype, k_cache.dtype, grad)
+    outside = None if block_indices is None else _limits.sparse_attention(q, k_cache, block_indices)
+    backend = choose(op, q.device, q.dtype, k_cache.dtype, grad, outside)
+    if backend == "aot":
+        # The selection has free strides; the rest is read as contiguous rows.
+        block_indices = block_indices if block_indices.dtype == torch.int32 else _limits.int32(block_indices)
+        table, cu_seqlens_q, seqused_k = (_limits.int32(x) for x in (table, cu_seqlens_q, seqused_k))
     softmax_scale = checks.HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
     inputs = (
         q,

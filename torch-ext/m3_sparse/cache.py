@@ -4,7 +4,7 @@ from typing import Optional
 
 import torch
 
-from . import checks
+from . import _limits, checks
 from .capability import choose
 from .ops import BUILT
 
@@ -41,5 +41,8 @@ def store_kv(
             or the backend cannot run it.
     """
     checks.store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
-    backend = choose("store_kv", k.device, k.dtype, k_cache.dtype)
+    outside = _limits.store_kv(k, k_cache, index_k, index_k_cache)
+    backend = choose("store_kv", k.device, k.dtype, k_cache.dtype, outside_aot=outside)
+    if backend == "aot" and slot_mapping.stride(0) != 1:
+        slot_mapping = slot_mapping.contiguous()
     BUILT["store_kv", backend](k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale, v_scale)

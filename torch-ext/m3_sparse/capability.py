@@ -11,7 +11,7 @@ from typing import Dict, List, Optional, Tuple
 
 import torch
 
-from . import checks
+from . import _limits, checks
 from .ops import BUILT, OPERATIONS
 
 BACKENDS = ("torch", "aot", "jit")
@@ -64,16 +64,21 @@ _TORCH = {
     "store_kv": _STORE,
     "merge_states": _MERGE,
 }
-_MERGE_AOT = ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16")
+_KERNEL_FLOATS = ("bf16", "fp16")
+_SAME = tuple(f"{x}+{x}" for x in _KERNEL_FLOATS)
+_AOT = {
+    "block_scores": _SAME + tuple(f"{x}+e4m3" for x in _KERNEL_FLOATS),
+    "select_blocks": _SAME + tuple(f"{x}+e4m3" for x in _KERNEL_FLOATS),
+    "sparse_attention": _SAME + tuple(f"{x}+{y}" for x in _KERNEL_FLOATS for y in ("e4m3", "e5m2")),
+    "store_kv": _STORE,
+    "merge_states": ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16"),
+}
+_ARCHITECTURES = {"sm_90": MEASURED, "sm_100": COMPILED, "sm_103": COMPILED}
 
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
-    + [
-        Capability("merge_states", "aot", "sm_90", _MERGE_AOT, MEASURED),
-        Capability("merge_states", "aot", "sm_100", _MERGE_AOT, COMPILED),
-        Capability("merge_states", "aot", "sm_103", _MERGE_AOT, COMPILED),
-    ]
-    + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op != "merge_states"]
+    + [Capability(op, "aot", arch, pairs, status) for op, pairs in _AOT.items() for arch, status in _ARCHITECTURES.items()]
+    + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
     + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
 )
 
@@ -167,13 +172,24 @@ def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: 
     return reasons
 
 
-def choose(op: str, device: torch.device, first: torch.dtype, second: torch.dtype, needs_grad: bool = False) -> str:
-    """The backend of this call; NotImplementedError with every reason if the one asked for by name cannot run it."""
+def choose(
+    op: str,
+    device: torch.device,
+    first: torch.dtype,
+    second: torch.dtype,
+    needs_grad: bool = False,
+    outside_aot: Optional[str] = None,
+) -> str:
+    """The backend of this call; NotImplementedError with every reason if the one asked for by name cannot run it.
+
+    `outside_aot`: the sentence of `_limits` where the shapes are none that the ahead-of-time kernels take.
+    """
     dtypes = dtype_key(op, first, second)
     if _forced is None:
         # The two common answers without building reasons: this runs at every call.
-        if not needs_grad and (op, "aot") in BUILT and (op, "aot", architecture(device), dtypes) in _ALLOWED:
-            return "aot"
+        if not needs_grad and outside_aot is None and (op, "aot") in BUILT:
+            if (op, "aot", architecture(device), dtypes) in _ALLOWED:
+                return "aot"
         if (op, "torch", "any", dtypes) in _ALLOWED:
             return "torch"
         reasons = refusals(op, "torch", device, dtypes, needs_grad)
@@ -181,6 +197,8 @@ def choose(op: str, device: torch.device, first: torch.dtype, second: torch.dtyp
     if _forced not in BACKENDS:
         raise ValueError(f"M3_SPARSE_BACKEND must be one of {', '.join(BACKENDS)}, got {_forced!r}")
     reasons = refusals(op, _forced, device, dtypes, needs_grad)
+    if _forced == "aot" and outside_aot is not None:
+        reasons.append(outside_aot)
     if reasons:
         raise NotImplementedError(
             f"backend {_forced!r} was asked for by name and cannot run this call: " + "; ".join(reasons)
@@ -234,12 +252,15 @@ def explain(op: str, **arguments) -> str:
         + (", gradients needed" if needs_grad else "")
         + ":"
     ]
+    outside = _limits.outside_aot(op, arguments)
     for name in BACKENDS:
         reasons = refusals(op, name, first.device, dtypes, needs_grad)
+        if name == "aot" and outside is not None:
+            reasons.append(outside)
         lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
     try:
         rule = "by default" if _forced is None else "asked for by name"
-        lines.append(f"  -> {choose(op, first.device, first.dtype, second, needs_grad)}, {rule}")
+        lines.append(f"  -> {choose(op, first.device, first.dtype, second, needs_grad, outside)}, {rule}")
     except (ValueError, NotImplementedError) as error:
         lines.append(f"  -> raises {type(error).__name__}: {error}")
     problem = checks.problem(op, arguments)

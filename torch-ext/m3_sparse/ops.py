@@ -213,10 +213,27 @@ def _(out, lse, outs, lses):
     return None
 
 
+# The operators of the C++ extension, where this build has it. All of them write their results into arguments.
 if hasattr(ops, "aot_merge_states"):
 
+    @torch.library.register_fake(add_op_namespace_prefix("aot_block_scores"))
+    def _(*arguments):
+        return None
+
+    @torch.library.register_fake(add_op_namespace_prefix("aot_select_blocks"))
+    def _(*arguments):
+        return None
+
+    @torch.library.register_fake(add_op_namespace_prefix("aot_sparse_attention"))
+    def _(*arguments, **options):
+        return None
+
+    @torch.library.register_fake(add_op_namespace_prefix("aot_store_kv"))
+    def _(*arguments):
+        return None
+
     @torch.library.register_fake(add_op_namespace_prefix("aot_merge_states"))
-    def _(out, lse, outs, lses):
+    def _(*arguments):
         return None
 
 

@@ -4,7 +4,7 @@ from typing import Optional
 
 import torch
 
-from . import checks
+from . import _limits, checks
 from .capability import choose
 from .ops import BUILT
 
@@ -12,6 +12,13 @@ from .ops import BUILT
 def _scores_like(index_q: torch.Tensor, index_k_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
     blocks = (block_table.shape[1] * index_k_cache.shape[1] + 127) // 128
     return torch.empty((index_q.shape[0], index_q.shape[1], blocks), dtype=torch.float32, device=index_q.device)
+
+
+def _operands(backend: str, index_q, index_k_cache, *indices):
+    """What the operators of both functions take; no gradient passes through a selection."""
+    if backend == "aot":
+        indices = [_limits.int32(x) for x in indices]
+    return (index_q.detach(), index_k_cache.detach(), *indices)
 
 
 def block_scores(
@@ -42,11 +49,10 @@ def block_scores(
             asked for are not implemented.
     """
     checks.block_scores(index_q, index_k_cache, block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
-    backend = choose("block_scores", index_q.device, index_q.dtype, index_k_cache.dtype)
+    outside = _limits.block_scores(index_q, block_table)
+    backend = choose("block_scores", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
     scores = _scores_like(index_q, index_k_cache, block_table)
-    BUILT["block_scores", backend](
-        scores, index_q.detach(), index_k_cache.detach(), block_table, cu_seqlens_q, seqused_k
-    )
+    BUILT["block_scores", backend](scores, *_operands(backend, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k))
     return scores
 
 
@@ -73,8 +79,9 @@ def select_blocks(
         index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k: as in `block_scores`.
         topk: blocks per row and head, >= 1. local_blocks, init_blocks: >= 0, together at most topk.
         out: [T, Hi, topk] int32 of any strides to write into.
-        return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]; without it they are never stored as a
-            whole.
+        return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]; without it the torch
+            backend never stores them as a whole; the kernels, which take at most 16 rows a request, use a workspace of
+            this size.
 
     Returns:
         int32 [T, Hi, topk]: the min(topk, n) chosen ids, ascending, then -1; or (ids, scores).
@@ -97,10 +104,11 @@ def select_blocks(
         out=out,
         return_scores=return_scores,
     )
-    backend = choose("select_blocks", index_q.device, index_q.dtype, index_k_cache.dtype)
+    outside = _limits.select_blocks(index_q, block_table, topk)
+    backend = choose("select_blocks", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
     if out is None:
         out = torch.empty((index_q.shape[0], index_q.shape[1], topk), dtype=torch.int32, device=index_q.device)
     scores = _scores_like(index_q, index_k_cache, block_table) if return_scores else None
-    tensors = (index_q.detach(), index_k_cache.detach(), block_table, cu_seqlens_q, seqused_k)
+    tensors = _operands(backend, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k)
     BUILT["select_blocks", backend](out, scores, *tensors, local_blocks, init_blocks)
     return (out, scores) if return_scores else out

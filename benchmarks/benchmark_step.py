@@ -1,0 +1,113 @@
+"""A whole decode step of a sparse layer on one GPU: store K, V and index key, score and pick 16 blocks, attend; one graph.
+
+    python benchmarks/benchmark_step.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
+
+64/4 heads, 4 index heads, one new token a request, pages of 128 tokens at random places of one pool per cache. "fp8": bf16
+queries, keys and values, e4m3 caches for all three. Bytes: every index key, the K and V of the selected blocks, read once.
+Before a case is timed its step is compared with the same three calls on the torch backend. Protocol: protocol.py.
+"""
+
+import argparse
+from pathlib import Path
+
+import protocol
+import torch
+
+PAGE, DIM, HEADS, KV_HEADS, TOPK = 128, 128, 64, 4, 16
+CASES = [(1, 32768), (1, 131072), (16, 32768), (64, 32768)]  # batch, kv_len
+
+
+def fill(shape, dtype):
+    cache = torch.empty(shape, dtype=dtype, device="cuda")
+    for part in cache.view(torch.uint8).view(shape[0], -1).split(1 << 9):
+        numbers = torch.randn(part.shape[0], part.shape[1] // dtype.itemsize, device="cuda").to(dtype)
+        part.copy_(numbers.view(torch.uint8))
+    return cache
+
+
+class Case:
+    def __init__(self, m3_sparse, dtype, batch, kv_len):
+        self.api = m3_sparse
+        cache = torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16
+        width = kv_len // PAGE
+        self.bytes = batch * (kv_len + 2 * KV_HEADS * TOPK * PAGE) * DIM * cache.itemsize
+        count = min(48, protocol.sets_for(self.bytes))
+        pages = count * batch * width
+        self.k, self.v = (fill((pages, KV_HEADS, PAGE, DIM), cache) for _ in range(2))
+        self.index_k = fill((pages, PAGE, DIM), cache)
+        order = torch.randperm(pages, device="cuda")
+        tables = order.to(torch.int32).view(count, batch, width)
+        self.lengths = {
+            "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
+            "seqused_k": torch.full((batch,), kv_len, dtype=torch.int32, device="cuda"),
+        }
+        rows = lambda *shape: torch.randn(count, batch, *shape, device="cuda").bfloat16()
+        new = rows(HEADS, DIM), rows(KV_HEADS, DIM), rows(KV_HEADS, DIM), rows(DIM), rows(KV_HEADS, DIM)
+        slots = tables[:, :, -1].long() * PAGE + PAGE - 1
+        self.sets = [(tables[i], slots[i], *(x[i] for x in new)) for i in range(count)]
+        self.ids = torch.empty(batch, KV_HEADS, TOPK, dtype=torch.int32, device="cuda")
+        self.out = torch.empty(batch, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+
+    def step(self, table, slots, q, k, v, index_k, index_q):
+        self.api.store_kv(k, v, index_k, self.k, self.v, self.index_k, slots)
+        self.api.select_blocks(index_q, self.index_k, table, **self.lengths, topk=TOPK, out=self.ids)
+        self.api.sparse_attention(q, self.k, self.v, self.ids, table, **self.lengths, out=self.out)
+
+    def check(self):
+        """Near ties in the scores may swap a block, hence rows with equal selections are compared."""
+        self.step(*self.sets[0])
+        ids, out = self.ids.clone(), self.out.clone()
+        with self.api.backend("torch"):
+            self.step(*self.sets[0])
+        same = (ids == self.ids).all(-1)
+        assert same.float().mean() > 0.9, "the selections differ"
+        group = HEADS // KV_HEADS
+        heads = same.repeat_interleave(group, 1)
+        want = self.out[heads].double()
+        error = float((out[heads].double() - want).norm() / want.norm())
+        assert error < 5e-3, f"relative error {error:.1e}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args()
+    m3_sparse = protocol.load(options.variant)
+    torch.manual_seed(0)
+    bandwidth = protocol.copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
+    print("dtype | batch | kv_len | us cold | us warm | store | select | attend (warm, alone) | % of copy | limit us")
+    rows = []
+    for dtype in ("bf16", "fp8"):
+        for batch, kv_len in CASES:
+            case = Case(m3_sparse, dtype, batch, kv_len)
+            case.check()
+            cold, warm = protocol.cold_and_warm(case.step, case.sets)
+            table, slots, q, k, v, index_k, index_q = case.sets[0]
+            parts = [
+                protocol.graph_time(call, [()] * 40)
+                for call in (
+                    lambda: m3_sparse.store_kv(k, v, index_k, case.k, case.v, case.index_k, slots),
+                    lambda: m3_sparse.select_blocks(index_q, case.index_k, table, **case.lengths, out=case.ids),
+                    lambda: m3_sparse.sparse_attention(q, case.k, case.v, case.ids, table, **case.lengths, out=case.out),
+                )
+            ]
+            limit = case.bytes / bandwidth / 1000
+            share = 100 * limit / cold
+            print(
+                f"{dtype} | {batch} | {kv_len} | {cold:.2f} | {warm:.2f} | "
+                + " | ".join(f"{x:.2f}" for x in parts)
+                + f" | {share:.0f} | {limit:.2f}",
+                flush=True,
+            )
+            key = dict(op="step", impl="ours", dtype=dtype, heads=f"{HEADS}/{KV_HEADS}", batch=batch, q_len=1, page=PAGE)
+            rows.append(protocol.row(bandwidth, cold, warm, case.bytes, None, kv_len=kv_len, selection=None, **key))
+            del case
+            torch.cuda.empty_cache()
+    if options.results:
+        protocol.merge_rows(options.results, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,463 @@
+"""Decode: sparse attention of few query tokens a request over a paged KV cache. Op: sparse_attention.
+
+Problem
+    Row = (token, KV head): up to 16 query heads that share a KV head, one selection of K <= 32 blocks, a visible end.
+        out = softmax(q K^T * softmax_scale * k_scale) V * v_scale,   lse = ln sum exp(logits)
+    over the visible tokens of the selected blocks of 128. Each KV byte is used once: memory-bound, 16 (16-bit) or 32
+    (fp8) FLOP a byte at 16 heads.
+
+Tile picture (shared/head_tile.py)
+    The 16 query heads are the rows of mma.sync m16n8k16. A *unit* is 32 keys, a quarter of a block: 8 KiB (16-bit) or
+    4 KiB (fp8) of K and as much of V. A row of 16 blocks has 64 units = 16 (list position) x 4 (quarter).
+
+Roles
+    4 warps a CTA, `splits` CTAs (a cluster) a row. A warp owns its units from the load to the product: its private
+    ring is filled by its own cp.async and it waits only for itself, so the main loop has no CTA barrier. Every warp
+    reads the selection itself (32 lanes = 32 slots): no CTA waits for one warp's page look-ups.
+
+Order of the sums (why the bits are the same whatever the batch, the grid and `splits` are)
+    The row's blocks are listed in ascending order. With c = ceil(blocks / 4), position = c * group + link, link < c,
+    a unit has (group, link, quarter), and
+        unit (MMA from zero) -> chain over links -> sum over the 4 groups -> sum over the 4 quarters, all ascending.
+    Factors between partial sums are powers of two (shared/softmax.py), hence exact. The levels fall on
+        splits    a warp computes              the CTA's warps are    the cluster's CTAs are
+        1         chains of all groups         quarters               -
+        4         one chain                    groups                 quarters
+        16        one unit (c <= 4)            links of a chain       4 quarter + group
+    With splits = 1 a warp keeps the sum over its groups in shared memory while a chain is in registers.
+
+Shared memory (bytes a CTA)
+    rings     4 warps x stages x 2 slabs: 64 KiB (16-bit: 1 stage; fp8: 2); at the end each warp's partial, m and l
+    outer     splits = 1: 4 x 8 KiB, the sums over groups
+    received  splits > 1: the cluster's sums for the 16 / splits heads that this CTA finishes, and an mbarrier for them
+    lists     4 warps x 32 x 16
+
+Budget (H200: 4.3 TB/s, 132 SMs, 1.755 GHz)
+    16-bit: a unit's 16 KiB take an SM 882 cycles, fp8: 8 KiB, 441. A unit costs a warp 64 MMA and some 400 (16-bit)
+    or 500 other instructions: a third of the issue slots for fp8. 3 CTAs an SM keep up to 192 KiB under way; 4.3 TB/s
+    x 1.5 us / 132 SMs need 49 KB. With one unit a warp (splits = 16) the time is latency: ids, pages, KV, one unit,
+    one exchange in the cluster.
+
+Limits
+    head_dim 128, block 128, pages of 64 or 128 tokens, 1..16 query heads a KV head; K <= 32 (<= 16 with splits = 16).
+    Base addresses and byte strides of q, K, V and out are multiples of 16; offsets have 64 bits. |logit| below
+    2^27. No byte of K or V at or past a row's visible end is read. Ids, pages, lengths and offsets may hold anything.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from shared import paging, ptx, smem, softmax
+from shared.head_tile import DIM, KEYS, ROWS, HeadTile
+from shared.program import Program
+
+WARPS, THREADS = 4, 128
+SENT_BYTES = 16 * (DIM * 4 + 20)  # to each CTA of a cluster: 16 / splits rows of 128 + 4 + 1 floats from `splits` CTAs
+
+
+class Decode(HeadTile):
+    """One variant: KV dtype and CTAs a row."""
+
+    def __init__(self, kv_dtype, splits, stages, ctas_per_sm):
+        super().__init__(kv_dtype)
+        self.splits, self.stages, self.ctas_per_sm = splits, stages, ctas_per_sm
+        self.rows_per_rank = ROWS // splits
+        self.values_per_thread = 16 if splits == 1 else self.rows_per_rank  # of the result
+        # Shared memory map. A warp's region is its ring, then its partial with the numbers behind it; the swizzles of
+        # the slabs flip address bits, so it starts at a multiple of 1 KiB.
+        self.region = -(-max(2 * self.slab * stages, self.sums_bytes) // 1024) * 1024
+        self.outer_at = WARPS * self.region
+        self.received_at = self.outer_at + (WARPS * ROWS * DIM * 4 if splits == 1 else 0)
+        self.rank_bytes = self.rows_per_rank * (DIM * 4 + 32)  # what one CTA sends to one other: rows, then l[4] and m
+        self.mbarrier_at = self.received_at + (splits * self.rank_bytes if splits > 1 else 0)
+        self.lists_at = self.mbarrier_at + 16
+        self.dynamic_smem = self.lists_at + WARPS * 32 * paging.ENTRY_BYTES
+
+    # ---- what a warp works on
+
+    def quarter_of(self, warp, rank):
+        return {1: warp, 4: rank, 16: rank >> 2}[self.splits]
+
+    def share_of(self, warp, rank, listed):
+        """(first list position, number of positions, links of a chain) of a warp."""
+        links = (listed + 3) >> 2
+        if self.splits == 1:
+            return Int32(0), listed, links
+        if self.splits == 4:
+            first = warp * links
+            return first, ptx.maximum_i32(ptx.minimum_i32(listed - first, links), Int32(0)), links
+        first = (rank & 3) * links + warp
+        return first, Int32((warp < links) & (first < listed)), links
+
+    def unit_of(self, entry, quarter, end):
+        """(page, visible keys) of a listed block's quarter."""
+        block = smem.load_i32(entry)
+        page = smem.load_i32(entry + 4 + 4 * (quarter >> 1))
+        visible = end - (block << paging.BLOCK_BITS) - quarter * KEYS
+        return page, ptx.select(page < 0, Int32(0), visible)
+
+    # ---- sums over warps and over the cluster
+
+    def place_at(self, base, rank, head):
+        """Where the sum from `rank` goes in the CTA that finishes a head: its 128 floats, l[4] and m, the mbarrier."""
+        row, finisher = head % self.rows_per_rank, head // self.rows_per_rank
+        there = smem.of_rank(base + self.received_at + rank * self.rank_bytes, finisher)
+        numbers = there + self.rows_per_rank * (DIM * 4) + row * 32
+        return there + row * (DIM * 4), numbers, smem.of_rank(base + self.mbarrier_at, finisher)
+
+    def fold_cluster(self, base, row, dims):
+        """Sum over the ranks of a quarter, then over the quarters: (m, l[4], o[rows_per_rank])."""
+        areas = [base + self.received_at + rank * self.rank_bytes for rank in range(self.splits)]
+        at = self.rows_per_rank * (DIM * 4) + row * 32
+        m, factors = softmax.weights([smem.load_f32(a + at + 16) for a in areas])
+        width = self.rows_per_rank
+        load = smem.load_f32x4 if width == 4 else lambda a: [smem.load_f32(a)]
+        values = [smem.load_f32x4(a + at) + load(a + row * (DIM * 4) + dims * 4) for a in areas]
+        groups = self.splits // 4
+        sums = []
+        for i in range(4 + width):
+            terms = []
+            for quarter in range(4):
+                ranks = range(quarter * groups, (quarter + 1) * groups)
+                terms.append(softmax.weighted_sum([values[r][i] for r in ranks], [factors[r] for r in ranks]))
+            sums.append(((terms[0] + terms[1]) + terms[2]) + terms[3])
+        return m, sums[:4], sums[4:]
+
+    def place_of(self, thread, rank):
+        """(head, first dim) that a thread finishes."""
+        if self.splits == 1:
+            return thread // 8, (thread % 8) * 4
+        threads = THREADS // self.rows_per_rank  # a head
+        return rank * self.rows_per_rank + thread // threads, (thread % threads) * self.rows_per_rank
+
+    # ---- the kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        ids: Int64,
+        page_table: Int64,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        out: Int64,
+        lse: Int64,  # 0: not wanted
+        k_scale: Int64,  # 0: one
+        v_scale: Int64,
+        q_token: Int64,  # all strides in bytes
+        q_head: Int64,
+        k_page: Int64,
+        k_head: Int64,
+        k_token: Int64,
+        v_page: Int64,
+        v_head: Int64,
+        v_token: Int64,
+        ids_token: Int64,
+        ids_head: Int64,
+        ids_slot: Int64,
+        page_table_row: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
+        k_scale_head: Int64,
+        v_scale_head: Int64,
+        tokens: Int32,
+        requests: Int32,
+        width: Int32,  # of the selection
+        page_width: Int32,  # of the page table
+        pages: Int32,
+        page_bits: Int32,  # 7 or 6
+        reach: Int32,  # tokens that the page table can hold
+        group: Int32,  # query heads a KV head
+        causal: Int32,
+        bf16_query: Int32,
+        softmax_scale: Float32,
+        requests_per_token: Float32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        position, kv_head, _ = cute.arch.block_idx()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        rank, token = position % self.splits, position // self.splits
+        base = smem.base()
+        head64, token64 = Int64(kv_head), Int64(token)
+
+        # -- who am I: nothing here depends on earlier kernels
+        ptx.let_next_kernel_start()
+        guess = paging.guess_request(token, requests, requests_per_token)
+        row_ids = ids + token64 * ids_token + head64 * ids_head
+        row_q = q + token64 * q_token + Int64(kv_head * group) * q_head
+        if (warp == 0) & (rank == 0):
+            row_pages = page_table + Int64(guess) * page_table_row
+            paging.warm_l2(row_ids, ids_slot, width, row_pages, page_width, row_q, q_head, group, lane)
+        if cutlass.const_expr(self.splits > 1):
+            if thread == 0:
+                smem.mbarrier_init(base + self.mbarrier_at, 1)
+                smem.mbarrier_expect(base + self.mbarrier_at, SENT_BYTES)
+            ptx.warp_barrier()
+            smem.cluster_arrive_relaxed()
+        quarter = self.quarter_of(warp, rank)
+        first_key = Int64(((quarter * KEYS) & ((1 << page_bits) - 1)) + lane // self.lanes_per_key)
+        chunk = Int64((lane % self.lanes_per_key) * 16)
+        k_lane = k + head64 * k_head + first_key * k_token + chunk
+        v_lane = v + head64 * v_head + first_key * v_token + chunk
+        region = base + warp * self.region
+        lists = base + self.lists_at + warp * (32 * paging.ENTRY_BYTES)
+        ptx.wait_for_previous_kernel()
+
+        # -- which blocks: two dependent round trips
+        block_id = ptx.load_i32_if(row_ids + Int64(lane) * ids_slot, Int32(lane < width), -1)
+        request, end = paging.find_row(cu_seqlens, seqused, token, lane, requests, guess, reach, causal)
+        listed = paging.list_blocks(
+            lists, page_table + Int64(request) * page_table_row, page_width, pages, page_bits, end, lane, block_id
+        )
+        first, count, links = self.share_of(warp, rank, listed)
+        entries = lists + first * paging.ENTRY_BYTES
+
+        kv = (k_lane, k_page, k_token, v_lane, v_page, v_token)
+        self.fill_ring(region, entries, count, quarter, end, lane, *kv)
+
+        # -- the query, while the keys are under way
+        Q, O, state = self.registers()
+        logit_scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
+        scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
+        scale = self.load_query(row_q, q_head, group, lane, Q, logit_scale, bf16_query)
+        outer_at = base + self.outer_at + warp * (ROWS * DIM * 4) + lane * 16
+        self.walk(region, entries, count, links, quarter, end, lane, *kv, Q, *scale, state, O, outer_at)
+
+        # -- the sum of the warps, then of the cluster
+        self.store_sums(region, lane, state, O)
+        ptx.barrier()
+        m, l, o = self.fold([base + w * self.region for w in range(WARPS)], thread // 8, thread % 8)
+        head, dim = self.place_of(thread, rank)
+        if cutlass.const_expr(self.splits > 1):
+            smem.cluster_wait()  # every CTA of the cluster has begun, its mbarrier exists
+            values_there, numbers_there, mbarrier_there = self.place_at(base, rank, thread // 8)
+            for i in cutlass.range_constexpr(4):
+                smem.send_f32x4(values_there + thread % 8 * 16 + 128 * i, o[4 * i : 4 * i + 4], mbarrier_there)
+            if thread % 8 == 0:
+                smem.send_f32x4(numbers_there, l, mbarrier_there)
+                smem.send_f32(numbers_there + 16, m, mbarrier_there)
+            smem.mbarrier_wait(base + self.mbarrier_at, 0, "cluster")
+            m, l, o = self.fold_cluster(base, thread // (THREADS // self.rows_per_rank), dim)
+        if head < group:
+            query_head = Int64(kv_head * group + head)
+            at = out + token64 * out_token + query_head * out_head + Int64(dim) * 2
+            total = self.write_row(at, l, o, scale_v, bf16_query)
+            if (dim == 0) & (lse != 0):
+                ptx.store_f32(lse + token64 * lse_token + query_head * lse_head, softmax.natural_lse(m, total))
+
+    @cute.jit
+    def fill_ring(
+        self,
+        region: Int32,
+        entries: Int32,
+        count: Int32,
+        quarter: Int32,
+        end: Int32,
+        lane: Int32,
+        k_lane: Int64,
+        k_page: Int64,
+        k_token: Int64,
+        v_lane: Int64,
+        v_page: Int64,
+        v_token: Int64,
+    ):
+        """A group of copies for each slab, empty where there is no unit."""
+        for i in cutlass.range_constexpr(self.stages):
+            keys = region + i * 2 * self.slab
+            if i < count:
+                page, visible = self.unit_of(entries + i * paging.ENTRY_BYTES, quarter, end)
+                self.load_unit(keys, k_lane + Int64(page) * k_page, k_token, visible, lane, False)
+            smem.copies_commit()
+            if i < count:
+                page, visible = self.unit_of(entries + i * paging.ENTRY_BYTES, quarter, end)
+                self.load_unit(keys + self.slab, v_lane + Int64(page) * v_page, v_token, visible, lane, True)
+            smem.copies_commit()
+
+    @cute.jit
+    def walk(
+        self,
+        region: Int32,
+        entries: Int32,
+        count: Int32,
+        links: Int32,
+        quarter: Int32,
+        end: Int32,
+        lane: Int32,
+        k_lane: Int64,
+        k_page: Int64,
+        k_token: Int64,
+        v_lane: Int64,
+        v_page: Int64,
+        v_token: Int64,
+        Q: cute.Tensor,
+        scale0: Float32,
+        scale1: Float32,
+        state: cute.Tensor,
+        O: cute.Tensor,
+        outer_at: Int32,
+    ):
+        """The warp's units, one after the other; state and O are their sums in the end, and the ring is free."""
+        S = cute.make_rmem_tensor(cute.make_layout(16), Float32)
+        outer = cute.make_rmem_tensor(cute.make_layout(4), Float32)  # as state, of the sum over groups (splits = 1)
+        self.clear(state, O)
+        if cutlass.const_expr(self.splits == 1):
+            self.clear_outer(outer, outer_at)
+        slot, link = Int32(0), Int32(0)
+        for u in cutlass.range(count, unroll=1):
+            keys = region + slot * (2 * self.slab)
+            values = keys + self.slab
+            entry = entries + u * paging.ENTRY_BYTES
+            _, visible = self.unit_of(entry, quarter, end)
+            refill = entry + self.stages * paging.ENTRY_BYTES
+            more = u + self.stages < count
+            smem.copies_wait(2 * self.stages - 1)
+            ptx.warp_barrier()
+            c = self.scores(keys, lane, Q)
+            for n in cutlass.range_constexpr(16):
+                S[n] = c[n // 4][n % 4]
+            if cutlass.const_expr(self.splits < 16):
+                ptx.warp_barrier()
+                if more:
+                    page, left = self.unit_of(refill, quarter, end)
+                    self.load_unit(keys, k_lane + Int64(page) * k_page, k_token, left, lane, False)
+                smem.copies_commit()
+            if visible < KEYS:
+                self.mask(S, lane & 3, visible)
+            P, m, l = self.probabilities(S, [scale0, scale1])
+            factor = self.raise_reference(state, O, m[0], m[1], l[0], l[1])
+            smem.copies_wait(2 * self.stages - 1 if self.splits < 16 else 0)
+            ptx.warp_barrier()
+            self.add_values(values, lane, P, factor, O)
+            if cutlass.const_expr(self.splits < 16):
+                ptx.warp_barrier()
+                if more:
+                    page, left = self.unit_of(refill, quarter, end)
+                    self.load_unit(values, v_lane + Int64(page) * v_page, v_token, left, lane, True)
+                smem.copies_commit()
+                slot = ptx.select(slot == self.stages - 1, Int32(0), slot + 1)
+            if cutlass.const_expr(self.splits == 1):
+                link = link + 1
+                if (link == links) | (u + 1 == count):
+                    self.add_group(outer, outer_at, state, O)
+                    link = Int32(0)
+        if cutlass.const_expr(self.splits == 1):
+            self.take_outer(outer, outer_at, state, O)
+        smem.copies_wait(0)
+        ptx.warp_barrier()
+
+    @cute.jit
+    def entry(
+        self,
+        q: Int64,
+        k: Int64,
+        v: Int64,
+        ids: Int64,
+        page_table: Int64,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        out: Int64,
+        lse: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        q_token: Int64,
+        q_head: Int64,
+        k_page: Int64,
+        k_head: Int64,
+        k_token: Int64,
+        v_page: Int64,
+        v_head: Int64,
+        v_token: Int64,
+        ids_token: Int64,
+        ids_head: Int64,
+        ids_slot: Int64,
+        page_table_row: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
+        k_scale_head: Int64,
+        v_scale_head: Int64,
+        tokens: Int32,
+        requests: Int32,
+        width: Int32,
+        page_width: Int32,
+        pages: Int32,
+        page_bits: Int32,
+        reach: Int32,
+        group: Int32,
+        causal: Int32,
+        bf16_query: Int32,
+        softmax_scale: Float32,
+        requests_per_token: Float32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            q,
+            k,
+            v,
+            ids,
+            page_table,
+            cu_seqlens,
+            seqused,
+            out,
+            lse,
+            k_scale,
+            v_scale,
+            q_token,
+            q_head,
+            k_page,
+            k_head,
+            k_token,
+            v_page,
+            v_head,
+            v_token,
+            ids_token,
+            ids_head,
+            ids_slot,
+            page_table_row,
+            out_token,
+            out_head,
+            lse_token,
+            lse_head,
+            k_scale_head,
+            v_scale_head,
+            tokens,
+            requests,
+            width,
+            page_width,
+            pages,
+            page_bits,
+            reach,
+            group,
+            causal,
+            bf16_query,
+            softmax_scale,
+            requests_per_token,
+        ).launch(
+            grid=[self.splits, 1, 1],  # the host's launch has tokens * splits, KV heads
+            block=[THREADS, 1, 1],
+            cluster=[self.splits, 1, 1] if self.splits > 1 else None,
+            smem=self.dynamic_smem,
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+
+# (CTAs a row, stages, CTAs an SM)
+GEOMETRIES_16BIT = [(1, 1, 2), (4, 1, 3), (16, 1, 3)]
+GEOMETRIES_FP8 = [(1, 2, 2), (4, 2, 3), (16, 1, 4)]
+VARIANTS = [(dtype, *g) for dtype in ("bf16", "f16") for g in GEOMETRIES_16BIT]
+VARIANTS += [(dtype, *g) for dtype in ("e4m3", "e5m2") for g in GEOMETRIES_FP8]
+
+
+def programs():
+    example = [Int64(16)] * 29 + [Int32(1)] * 10 + [Float32(1.0)] * 2
+    return [Program(f"decode_{v[0]}_s{v[1]}", Decode(*v), example) for v in VARIANTS]

@@ -1,0 +1,69 @@
+"""What the ahead-of-time kernels refuse for its shape, where dtypes and architecture fit. Each answer is a sentence or None.
+
+The choice of a backend and `explain` read these; nothing here looks at a value on a device.
+"""
+
+from typing import Optional
+
+import torch
+
+MOST_IDS = 32
+MOST_GROUP = 16
+# The scoring kernel shares the keys it reads among a request's rows, eight at a time; beyond some average, a prefill, the
+# kernel would read the keys again and again and store [T, Hi, blocks] scores.
+MOST_ROWS_OF_A_REQUEST = 32
+
+
+def sparse_attention(q, k_cache, block_indices) -> Optional[str]:
+    if block_indices.shape[2] > MOST_IDS:
+        return f"sparse_attention on aot takes at most {MOST_IDS} blocks a row, got {block_indices.shape[2]}"
+    if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
+        heads = f"{q.shape[1]} and {k_cache.shape[1]}"
+        return f"sparse_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
+    return None
+
+
+def block_scores(index_q, block_table) -> Optional[str]:
+    if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * block_table.shape[0]:
+        rows = f"{index_q.shape[0]} for {block_table.shape[0]} requests"
+        return f"block scoring on aot takes at most {MOST_ROWS_OF_A_REQUEST} rows a request on average, got {rows}"
+    return None
+
+
+def select_blocks(index_q, block_table, topk=16) -> Optional[str]:
+    if topk > MOST_IDS:
+        return f"select_blocks on aot takes a topk of at most {MOST_IDS}, got {topk}"
+    return block_scores(index_q, block_table)
+
+
+def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
+    if index_k is None or k.dtype == k_cache.dtype or index_k.dtype == index_k_cache.dtype:
+        return None
+    if (index_k.dtype, index_k_cache.dtype) != (k.dtype, k_cache.dtype):
+        return "store_kv on aot converts from one dtype to one in a call; index_k and k differ here"
+    return None
+
+
+_NEEDED = {
+    "sparse_attention": (sparse_attention, ("q", "k_cache", "block_indices"), ()),
+    "block_scores": (block_scores, ("index_q", "block_table"), ()),
+    "select_blocks": (select_blocks, ("index_q", "block_table"), ("topk",)),
+    "store_kv": (store_kv, ("k", "k_cache", "index_k", "index_k_cache"), ()),
+}
+
+
+def outside_aot(op: str, arguments: dict) -> Optional[str]:
+    """The limit that a call with these arguments, by name, would break; None too if too few of them are given."""
+    if op not in _NEEDED:
+        return None
+    rule, needed, optional = _NEEDED[op]
+    if any(name not in arguments for name in needed):
+        return None
+    return rule(**{name: arguments[name] for name in (*needed, *optional) if name in arguments})
+
+
+def int32(x: torch.Tensor) -> torch.Tensor:
+    """Indices as the kernels read them. What int32 cannot hold is valid nowhere, so its ends stand for it."""
+    if x.dtype == torch.int32 and (x.shape[-1] < 2 or x.stride(-1) == 1):
+        return x
+    return x.clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
