@@ -47,7 +47,8 @@ REGISTRATION_H = """// Generated. Macros that expand their arguments, and the em
 def missing_tools() -> Optional[str]:
     """Why the extension can't be compiled here, or None."""
     if find_compiler() is None:
-        return "no C++ compiler: neither g++ nor c++ is on the PATH (and CXX isn't set)"
+        named = os.environ.get("CXX")
+        return f"no C++ compiler: {f'CXX={named} was not found' if named else 'neither g++ nor c++ is on the PATH'}"
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         return f"Python's headers are missing: no Python.h in {headers}"
