@@ -107,8 +107,21 @@ class Problem:
     def call(self, operator, splits=0, overlap=True):
         def launch():
             operator(
-                self.out, self.lse, self.q, self.pool.k, self.pool.v, self.ids, self.table, self.cu, self.used,
-                DIM**-0.5, True, self.scale, self.scale, splits, overlap,
+                self.out,
+                self.lse,
+                self.q,
+                self.pool.k,
+                self.pool.v,
+                self.ids,
+                self.table,
+                self.cu,
+                self.used,
+                DIM**-0.5,
+                True,
+                self.scale,
+                self.scale,
+                splits,
+                overlap,
             )
 
         return launch
@@ -116,8 +129,17 @@ class Problem:
     def public(self, m3_sparse):
         def launch():
             m3_sparse.sparse_attention(
-                self.q, self.pool.k, self.pool.v, self.ids, self.table, cu_seqlens_q=self.cu, seqused_k=self.used,
-                k_scale=self.scale, v_scale=self.scale, out=self.out, lse=self.lse,
+                self.q,
+                self.pool.k,
+                self.pool.v,
+                self.ids,
+                self.table,
+                cu_seqlens_q=self.cu,
+                seqused_k=self.used,
+                k_scale=self.scale,
+                v_scale=self.scale,
+                out=self.out,
+                lse=self.lse,
             )
 
         return launch
@@ -188,13 +210,44 @@ def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, sp
 
 
 GRID = [  # (dtype, heads, [(batch, q_len, selection)])
-    ("bf16", (64, 4), [(1, 1, "random"), (2, 1, "random"), (4, 1, "random"), (8, 1, "random"), (16, 1, "random"),
-                       (32, 1, "random"), (64, 1, "random"), (128, 1, "random"), (256, 1, "random"),
-                       (16, 4, "random"), (16, 4, "correlated"), (16, 8, "correlated")]),
-    ("fp8", (64, 4), [(1, 1, "random"), (2, 1, "random"), (4, 1, "random"), (8, 1, "random"), (16, 1, "random"),
-                      (32, 1, "random"), (64, 1, "random"), (128, 1, "random"), (256, 1, "random"),
-                      (16, 4, "random"), (16, 4, "correlated"), (16, 8, "correlated"), (64, 4, "random"),
-                      (64, 4, "correlated")]),
+    (
+        "bf16",
+        (64, 4),
+        [
+            (1, 1, "random"),
+            (2, 1, "random"),
+            (4, 1, "random"),
+            (8, 1, "random"),
+            (16, 1, "random"),
+            (32, 1, "random"),
+            (64, 1, "random"),
+            (128, 1, "random"),
+            (256, 1, "random"),
+            (16, 4, "random"),
+            (16, 4, "correlated"),
+            (16, 8, "correlated"),
+        ],
+    ),
+    (
+        "fp8",
+        (64, 4),
+        [
+            (1, 1, "random"),
+            (2, 1, "random"),
+            (4, 1, "random"),
+            (8, 1, "random"),
+            (16, 1, "random"),
+            (32, 1, "random"),
+            (64, 1, "random"),
+            (128, 1, "random"),
+            (256, 1, "random"),
+            (16, 4, "random"),
+            (16, 4, "correlated"),
+            (16, 8, "correlated"),
+            (64, 4, "random"),
+            (64, 4, "correlated"),
+        ],
+    ),
     ("fp8", (16, 1), [(1, 1, "random"), (16, 1, "random"), (64, 1, "random"), (256, 1, "random")]),
     ("bf16", (16, 1), [(1, 1, "random"), (64, 1, "random")]),
     ("fp8_e5m2", (64, 4), [(64, 1, "random")]),
@@ -275,9 +328,7 @@ def weighted(m3_sparse, operator, path, bandwidth, late):
                 if late():
                     break
                 name = f"{dtype} {kind} {case['kind']} B{case['B']} S{case['S']}"
-                row = measure(
-                    m3_sparse, operator, pool, name, case["seq_lens"], case["q_len"], kind, bandwidth, (1, 4)
-                )
+                row = measure(m3_sparse, operator, pool, name, case["seq_lens"], case["q_len"], kind, bandwidth, (1, 4))
                 print(f"{name}: {row['cold']:.2f} us, limit {row['limit']:.2f}, weight {case['weight']}", flush=True)
                 if case["weight"]:
                     total, weight = total + case["weight"] * row["cold"], weight + case["weight"]

@@ -90,7 +90,9 @@ def main():
                 for call in (
                     lambda: m3_sparse.store_kv(k, v, index_k, case.k, case.v, case.index_k, slots),
                     lambda: m3_sparse.select_blocks(index_q, case.index_k, table, **case.lengths, out=case.ids),
-                    lambda: m3_sparse.sparse_attention(q, case.k, case.v, case.ids, table, **case.lengths, out=case.out),
+                    lambda: m3_sparse.sparse_attention(
+                        q, case.k, case.v, case.ids, table, **case.lengths, out=case.out
+                    ),
                 )
             ]
             limit = case.bytes / bandwidth / 1000
@@ -101,9 +103,11 @@ def main():
                 + f" | {share:.0f} | {limit:.2f}",
                 flush=True,
             )
-            key = dict(op="step", impl="ours", dtype=dtype, heads=f"{HEADS}/{KV_HEADS}", batch=batch, q_len=1, page=PAGE)
+            key = dict(
+                op="step", impl="ours", dtype=dtype, heads=f"{HEADS}/{KV_HEADS}", batch=batch, q_len=1, page=PAGE
+            )
             rows.append(protocol.row(bandwidth, cold, warm, case.bytes, None, kv_len=kv_len, selection=None, **key))
-            del case
+            case = None
             torch.cuda.empty_cache()
     if options.results:
         protocol.merge_rows(options.results, rows)

@@ -73,9 +73,7 @@ def compile_file(out, kernel_file, arch, digest):
             artifacts = compiled.artifacts
             if not isinstance(artifacts.CUBIN, bytes):
                 raise RuntimeError(f"{name}: the DSL kept no cubin")
-            facts = manifest.describe(
-                artifacts.PTX, artifacts.CUBIN, artifacts.MLIR, program.kernel.dynamic_smem
-            )
+            facts = manifest.describe(artifacts.PTX, artifacts.CUBIN, artifacts.MLIR, program.kernel.dynamic_smem)
             facts = {"name": name, "program": program.name, "kernel": kernel_file.stem, **facts}
             (out / f"{name}.cubin").write_bytes(artifacts.CUBIN)
             (out / f"{name}.ptx").write_text(artifacts.PTX)
@@ -139,7 +137,9 @@ def main():
     complete = not options.arch and not options.only
     if complete:
         index = write_index(options.out, work)
-        print(f"{len(index)} programs in {options.out}, {len(stale)} of {len(work)} kernel-file/arch pairs compiled now")
+        print(
+            f"{len(index)} programs in {options.out}, {len(stale)} of {len(work)} kernel-file/arch pairs compiled now"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from test_ops import Problem
 def test_explain_and_capabilities():
     p = Problem()
     text = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache)
-    assert "-> torch, by default" in text and "aot: cannot run: sparse_attention is not implemented" in text
+    assert "-> torch, by default" in text and "jit: cannot run: sparse_attention is not implemented" in text
+    assert "the tensors are on cpu" in text and "takes dtypes bf16+bf16" in text
     assert "bad input" not in text
     arguments = {
         "q": p.q,
@@ -51,7 +52,7 @@ def test_forced_backend_raises_with_reasons(name):
         with pytest.raises(
             NotImplementedError, match=f"backend '{name}' was asked for by name.*not implemented on backend {name}"
         ):
-            m3_sparse.sparse_attention(p.q, p.k_cache, p.v_cache, p.ids, p.block_table, **p.lengths, out=before)
+            m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
     assert (before == 7.0).all() and capability._forced is None
     with (
         m3_sparse.backend("aot"),
@@ -65,6 +66,31 @@ def test_all_reasons_are_named(monkeypatch):
     reasons = capability.refusals("merge_states", "aot", torch.device("cpu"), "fp16>fp32", True)
     assert len(reasons) == 4 and "contains no aot kernels" in reasons[0]
     assert "takes dtypes bf16>bf16" in reasons[3] and "no backward" in reasons[2]
+
+
+def test_shapes_outside_the_kernels():
+    """What no kernel takes is in the reasons, and the default goes to torch for it."""
+    q, k_cache = torch.zeros(3, 32, 128, dtype=torch.bfloat16), torch.zeros(2, 1, 128, 128, dtype=torch.bfloat16)
+    ids = torch.zeros(3, 1, 40, dtype=torch.int32)
+    text = m3_sparse.explain("sparse_attention", q=q, k_cache=k_cache, block_indices=ids)
+    assert "at most 32 blocks a row, got 40" in text
+    text = m3_sparse.explain("sparse_attention", q=q, k_cache=k_cache, block_indices=ids[..., :16])
+    assert "at most 16 query heads a KV head, got 32 and 1 heads" in text
+    rows = {"index_q": torch.zeros(70, 4, 128), "index_k_cache": torch.zeros(2, 128, 128)}
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    assert "at most 32 rows a request" in m3_sparse.explain("block_scores", block_table=table, **rows)
+    assert "topk of at most 32, got 33" in m3_sparse.explain("select_blocks", block_table=table, topk=33, **rows)
+    new = {"k": q[:, :1], "k_cache": k_cache.to(torch.float8_e4m3fn), "index_k": torch.zeros(3, 128)}
+    new["index_k_cache"] = torch.zeros(2, 128, 128).to(torch.float8_e5m2)
+    assert "converts from one dtype to one" in m3_sparse.explain("store_kv", **new)
+    with m3_sparse.backend("aot"), pytest.raises(NotImplementedError, match="at most 32 rows a request"):
+        m3_sparse.block_scores(
+            rows["index_q"].bfloat16(),
+            rows["index_k_cache"].bfloat16(),
+            table,
+            cu_seqlens_q=torch.tensor([0, 35, 70], dtype=torch.int32),
+            seqused_k=torch.tensor([128, 128], dtype=torch.int32),
+        )
 
 
 def test_choice_on_a_gpu(monkeypatch):

@@ -222,3 +222,14 @@ def test_missing_compiler_is_said(monkeypatch, tmp_path, project):
     assert "no C++ compiler" in cuda_extension.missing_tools()
     with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
         cuda_extension.compile_tree(project, tmp_path, "_m3_sparse_cuda_0000000", tmp_path / "work")
+
+
+def test_a_gpu_gets_its_own_session_on_the_cuda_variant(tmp_path):
+    import run_tests
+
+    [plain] = run_tests.sessions([], None)
+    assert plain[-1].endswith("tests")
+    assert run_tests.sessions(["tests/test_ops.py"], tmp_path)[0][-1] == "tests/test_ops.py"
+    cpu, gpu = run_tests.sessions([], tmp_path)
+    assert cpu[cpu.index("--ignore") + 1] == gpu[3] == str(run_tests.ROOT / "tests" / "gpu")
+    assert gpu[-2:] == ["--variant", str(tmp_path)] and "-n" not in gpu

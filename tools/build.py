@@ -30,13 +30,13 @@ OPS_HEAD = '''"""Generated: the namespace of this build's operators."""
 
 import torch
 '''
-OPS_BODY = '''
+OPS_BODY = """
 ops = torch.ops.{namespace}
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
     return f"{namespace}::{{op_name}}"
-'''
+"""
 
 
 def cuda_variant_name(project: Project) -> str:

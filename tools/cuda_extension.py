@@ -10,7 +10,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Optional
@@ -122,7 +121,7 @@ def torch_folder() -> Path:
 
 
 def torch_target(version: str) -> str:
-    """"2.11" as TORCH_TARGET_VERSION spells it."""
+    """ "2.11" as TORCH_TARGET_VERSION spells it."""
     major, minor = (int(part) for part in version.split("."))
     return f"0x{(major << 56) | (minor << 48):016x}"
 

@@ -215,8 +215,7 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
   STD_TORCH_CHECK(block_indices.dim() == 3 && block_indices.size(0) == t && block_indices.size(1) == hkv &&
                       block_indices.size(2) <= 32 && block_indices.scalar_type() == ScalarType::Int,
                   "block_indices: expected int32 [T, Hkv, K <= 32]");
-  STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int),
-                  "seqused_k: expected contiguous int32 [B]");
+  STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int), "seqused_k: expected contiguous int32 [B]");
   const std::int64_t b = seqused_k.size(0);
   STD_TORCH_CHECK(is_vector(cu_seqlens_q, ScalarType::Int) && cu_seqlens_q.size(0) == b + 1,
                   "cu_seqlens_q: expected contiguous int32 [B + 1]");
@@ -226,9 +225,9 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
   const std::int64_t size = kv_size(q.scalar_type(), k_cache.scalar_type());
   STD_TORCH_CHECK(size != 0,
                   "q, k_cache: expected bfloat16 or float16 q with a cache of q's dtype, float8_e4m3fn or float8_e5m2");
-  STD_TORCH_CHECK(t <= INT32_MAX / 16 && hkv <= 65535 && b < INT32_MAX && p <= INT32_MAX &&
-                      block_table.size(1) <= INT32_MAX,
-                  "expected at most 2^27 - 1 tokens, 65535 KV heads, 2^31 - 1 requests, pages and table columns");
+  STD_TORCH_CHECK(
+      t <= INT32_MAX / 16 && hkv <= 65535 && b < INT32_MAX && p <= INT32_MAX && block_table.size(1) <= INT32_MAX,
+      "expected at most 2^27 - 1 tokens, 65535 KV heads, 2^31 - 1 requests, pages and table columns");
   STD_TORCH_CHECK(same_device(out, q) && same_device(k_cache, q) && same_device(v_cache, q) &&
                       same_device(block_indices, q) && same_device(block_table, q) && same_device(cu_seqlens_q, q) &&
                       same_device(seqused_k, q),
@@ -246,8 +245,8 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
     if (lse.has_value()) torch::stable::fill_(*lse, -std::numeric_limits<double>::infinity());
     return;
   }
-  m3_sparse::decode({out, lse, q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale,
-                     softmax_scale, causal},
+  m3_sparse::decode({out, lse, q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale,
+                     v_scale, softmax_scale, causal},
                     static_cast<int>(splits), overlap);
 }
 
@@ -287,8 +286,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "aot_select_blocks(Tensor(a!) out, Tensor(b!)? scores, Tensor index_q, Tensor index_k_cache, Tensor block_table, "
       "Tensor cu_seqlens_q, Tensor seqused_k, int local_blocks, int init_blocks) -> ()");
-  // For measurements: `splits` forces the number of CTAs of a row (the result has the same bits for each), `overlap` false
-  // keeps the launch from starting before the kernel ahead of it has ended.
+  // For measurements: `splits` forces the number of CTAs of a row (the result has the same bits for each), `overlap`
+  // false keeps the launch from starting before the kernel ahead of it has ended.
   ops.def(
       "aot_sparse_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
       "block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, "

@@ -281,7 +281,9 @@ def test_what_only_later_tokens_see_changes_nothing(kv):
     for splits in SPLITS:
         out, lse = run(args, options, splits)
         for row in (0, 4):
-            assert_same((out[row], lse[row]), (clean[splits][0][row], clean[splits][1][row]), f"splits {splits} row {row}")
+            assert_same(
+                (out[row], lse[row]), (clean[splits][0][row], clean[splits][1][row]), f"splits {splits} row {row}"
+            )
         assert bool(out[3].isnan().all())
 
 

@@ -74,3 +74,22 @@ def test_a_decode_step_does_not_synchronise(models):
         finally:
             type(layer).forward = original
     assert len(seen) == len(model.model.layers)
+
+
+def test_bf16_decode_steps_on_the_kernels(tmp_path):
+    """The caches' overlapping views go to the ahead-of-time kernels. Few enough blocks that no near tie swaps one."""
+    folder = tiny_models.save_text_model(tmp_path)
+    model = tiny_models.load(folder, "m3_sparse").bfloat16().cuda()
+    length = tiny_models.TOPK * tiny_models.BLOCK - 20
+    ids = tiny_models.prompt(2, length + 4).cuda()
+    results = []
+    for backend in (None, "torch"):
+        with m3_sparse.backend(backend), torch.no_grad():
+            cache = model(input_ids=ids[:, :length], use_cache=True).past_key_values
+            steps = []
+            for i in range(4):
+                step = {"input_ids": ids[:, length + i : length + i + 1], "past_key_values": cache, "use_cache": True}
+                steps.append(model(**step).logits)
+            results.append(torch.cat(steps, 1).float())
+    error = (results[0] - results[1]).norm() / results[1].norm()
+    assert error < 2e-2, error

@@ -16,15 +16,17 @@ using I64 = std::int64_t;
 using I32 = std::int32_t;
 using Address = const void*;
 
-using DecodeParams = launch::Params<
-    Address, Address, Address,                           // q, k_cache, v_cache
-    Address, Address, Address, Address,                  // block_indices, block_table, cu_seqlens_q, seqused_k
-    Address, Address, Address, Address,                  // out, lse (null: not wanted), k_scale, v_scale (null: one)
-    I64, I64, I64, I64, I64, I64, I64, I64,              // bytes: q token, head; K page, head, token; V page, head, token
-    I64, I64, I64, I64,                                  // block_indices token, head, slot; block_table row
-    I64, I64, I64, I64, I64, I64,                        // out token, head; lse token, head; k_scale, v_scale head
-    I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,    // T, B, K, M, P, log2 page, reach, heads a KV head, causal, q is bf16
-    float, float>;                                       // softmax_scale, B / T
+using DecodeParams =
+    launch::Params<Address, Address, Address,           // q, k_cache, v_cache
+                   Address, Address, Address, Address,  // block_indices, block_table, cu_seqlens_q, seqused_k
+                   Address, Address, Address, Address,  // out, lse (null: not wanted), k_scale, v_scale (null: one)
+                   I64, I64, I64, I64, I64, I64, I64,
+                   I64,                           // bytes: q token, head; K page, head, token; V page, head, token
+                   I64, I64, I64, I64,            // block_indices token, head, slot; block_table row
+                   I64, I64, I64, I64, I64, I64,  // out token, head; lse token, head; k_scale, v_scale head
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32,
+                   I32,            // T, B, K, M, P, log2 page, reach, heads a KV head, causal, q is bf16
+                   float, float>;  // softmax_scale, B / T
 
 struct Program {
   const Image* images;
@@ -33,14 +35,14 @@ struct Program {
   Program(const Image (&program)[N]) : images(program), count(N) {}
 };
 
-#define M3_DECODE(dtype)                                                 \
-  static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s1));   \
-  static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s4));   \
-  static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s16));  \
-  Program program_##dtype(int splits) {                                    \
-    if (splits == 1) return cubins::decode_##dtype##_s1;                   \
-    if (splits == 4) return cubins::decode_##dtype##_s4;                   \
-    return cubins::decode_##dtype##_s16;                                 \
+#define M3_DECODE(dtype)                                                \
+  static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s1));  \
+  static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s4));  \
+  static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s16)); \
+  Program program_##dtype(int splits) {                                 \
+    if (splits == 1) return cubins::decode_##dtype##_s1;                \
+    if (splits == 4) return cubins::decode_##dtype##_s4;                \
+    return cubins::decode_##dtype##_s16;                                \
   }
 M3_DECODE(bf16)
 M3_DECODE(f16)
@@ -50,11 +52,16 @@ M3_DECODE(e5m2)
 
 Program program_for(ScalarType kv, int splits) {
   switch (kv) {
-    case ScalarType::BFloat16: return program_bf16(splits);
-    case ScalarType::Half: return program_f16(splits);
-    case ScalarType::Float8_e4m3fn: return program_e4m3(splits);
-    case ScalarType::Float8_e5m2: return program_e5m2(splits);
-    default: throw std::runtime_error("m3_sparse: decode called with an unchecked dtype");
+    case ScalarType::BFloat16:
+      return program_bf16(splits);
+    case ScalarType::Half:
+      return program_f16(splits);
+    case ScalarType::Float8_e4m3fn:
+      return program_e4m3(splits);
+    case ScalarType::Float8_e5m2:
+      return program_e5m2(splits);
+    default:
+      throw std::runtime_error("m3_sparse: decode called with an unchecked dtype");
   }
 }
 
@@ -65,8 +72,8 @@ I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->nu
 
 }  // namespace
 
-// Thresholds in rows on 132 multiprocessors, from the sweep in docs/measurements (H200, 64/4 heads, kv 32k, us for 1, 4 and
-// 16 CTAs a row; bf16 / fp8):
+// Thresholds in rows on 132 multiprocessors, from the sweep in docs/measurements (H200, 64/4 heads, kv 32k, us for 1, 4
+// and 16 CTAs a row; bf16 / fp8):
 //   16 rows   18.4 10.3 10.3 / 17.6 10.0 9.9      32   19.7 14.9 19.0 / 17.7 12.4 13.7
 //   64        23.3 25.7 30.0 / 19.0 17.4 21.8    128   36.9 47.7 51.7 / 23.7 33.3 37.6
 // Mirrored by `decode_splits` in tests/test_decode.py.
@@ -86,23 +93,47 @@ void decode(const DecodeArguments& a, int splits, bool overlap) {
   if (splits == 0)
     splits = decode_splits(tokens * heads, a.block_indices.size(2), kv_size == 1, launch::multiprocessors(device));
   const Program program = program_for(a.k_cache.scalar_type(), splits);
-  DecodeParams params{{
-      a.q.data_ptr(), a.k_cache.data_ptr(), a.v_cache.data_ptr(),
-      a.block_indices.data_ptr(), a.block_table.data_ptr(), a.cu_seqlens_q.data_ptr(), a.seqused_k.data_ptr(),
-      a.out.data_ptr(), address(a.lse), address(a.k_scale), address(a.v_scale),
-      a.q.stride(0) * q_size, a.q.stride(1) * q_size,
-      a.k_cache.stride(0) * kv_size, a.k_cache.stride(1) * kv_size, a.k_cache.stride(2) * kv_size,
-      a.v_cache.stride(0) * kv_size, a.v_cache.stride(1) * kv_size, a.v_cache.stride(2) * kv_size,
-      a.block_indices.stride(0) * 4, a.block_indices.stride(1) * 4, a.block_indices.stride(2) * 4,
-      a.block_table.stride(0) * 4,
-      a.out.stride(0) * q_size, a.out.stride(1) * q_size,
-      a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0}, a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0},
-      scale_stride(a.k_scale), scale_stride(a.v_scale),
-      static_cast<I32>(tokens), static_cast<I32>(requests), static_cast<I32>(a.block_indices.size(2)), static_cast<I32>(width),
-      static_cast<I32>(a.k_cache.size(0)), page == 128 ? 7 : 6,
-      static_cast<I32>(std::min<I64>(width * page, INT32_MAX)),
-      static_cast<I32>(a.q.size(1) / heads), a.causal ? 1 : 0, a.q.scalar_type() == ScalarType::BFloat16 ? 1 : 0,
-      static_cast<float>(a.softmax_scale), static_cast<float>(requests) / static_cast<float>(tokens)}};
+  DecodeParams params{{a.q.data_ptr(),
+                       a.k_cache.data_ptr(),
+                       a.v_cache.data_ptr(),
+                       a.block_indices.data_ptr(),
+                       a.block_table.data_ptr(),
+                       a.cu_seqlens_q.data_ptr(),
+                       a.seqused_k.data_ptr(),
+                       a.out.data_ptr(),
+                       address(a.lse),
+                       address(a.k_scale),
+                       address(a.v_scale),
+                       a.q.stride(0) * q_size,
+                       a.q.stride(1) * q_size,
+                       a.k_cache.stride(0) * kv_size,
+                       a.k_cache.stride(1) * kv_size,
+                       a.k_cache.stride(2) * kv_size,
+                       a.v_cache.stride(0) * kv_size,
+                       a.v_cache.stride(1) * kv_size,
+                       a.v_cache.stride(2) * kv_size,
+                       a.block_indices.stride(0) * 4,
+                       a.block_indices.stride(1) * 4,
+                       a.block_indices.stride(2) * 4,
+                       a.block_table.stride(0) * 4,
+                       a.out.stride(0) * q_size,
+                       a.out.stride(1) * q_size,
+                       a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
+                       a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0},
+                       scale_stride(a.k_scale),
+                       scale_stride(a.v_scale),
+                       static_cast<I32>(tokens),
+                       static_cast<I32>(requests),
+                       static_cast<I32>(a.block_indices.size(2)),
+                       static_cast<I32>(width),
+                       static_cast<I32>(a.k_cache.size(0)),
+                       page == 128 ? 7 : 6,
+                       static_cast<I32>(std::min<I64>(width * page, INT32_MAX)),
+                       static_cast<I32>(a.q.size(1) / heads),
+                       a.causal ? 1 : 0,
+                       a.q.scalar_type() == ScalarType::BFloat16 ? 1 : 0,
+                       static_cast<float>(a.softmax_scale),
+                       static_cast<float>(requests) / static_cast<float>(tokens)}};
   // Tokens along x: the CTAs of a request's tokens run side by side and find each other's pages in L2.
   const launch::Grid grid{static_cast<unsigned>(tokens * splits), static_cast<unsigned>(heads)};
   const launch::Options options{static_cast<unsigned>(splits), overlap};

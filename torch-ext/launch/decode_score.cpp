@@ -73,8 +73,8 @@ ScorePlan plan_scores(std::int64_t tokens, std::int64_t requests, std::int64_t h
   const std::int64_t often = std::min(ceil_div(4 * resident, walks), blocks / 16);
   std::int64_t splits = std::min(std::max(once, often), blocks);
   // Less than 16 blocks for each multiprocessor: the time is latency, and fewer CTAs that each hide it behind a second
-  // block are faster. H200, one request: 128 CTAs against one a block or as many as fit, bf16 32k 5.3 against 6.4 us, 128k
-  // 13.0 against 15.3; fp8 32k 4.7 against 5.4, and 256 CTAs at 128k 8.7 against 10.7.
+  // block are faster. H200, one request: 128 CTAs against one a block or as many as fit, bf16 32k 5.3 against 6.4 us,
+  // 128k 13.0 against 15.3; fp8 32k 4.7 against 5.4, and 256 CTAs at 128k 8.7 against 10.7.
   if (walks * blocks < 16 * std::int64_t{multiprocessors}) {
     const std::int64_t few = multiprocessors * (fp8_keys ? 2 : 1) / walks;
     splits = std::max<std::int64_t>(1, std::min({splits, few, blocks / 2}));

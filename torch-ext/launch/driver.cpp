@@ -14,13 +14,15 @@ void resolve(decltype(&cuGetProcAddress) get, Function& function, const char* na
   CUdriverProcAddressQueryResult status{};
   void* address = nullptr;
   if (get(name, &address, version, CU_GET_PROC_ADDRESS_DEFAULT, &status) != CUDA_SUCCESS || address == nullptr)
-    throw std::runtime_error(std::string("m3_sparse: the NVIDIA driver lacks ") + name + "; CUDA 12.0 or newer is needed");
+    throw std::runtime_error(std::string("m3_sparse: the NVIDIA driver lacks ") + name +
+                             "; CUDA 12.0 or newer is needed");
   function = reinterpret_cast<Function>(address);
 }
 
 Driver load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) throw std::runtime_error("m3_sparse: libcuda.so.1 not found: this machine has no NVIDIA driver");
+  if (library == nullptr)
+    throw std::runtime_error("m3_sparse: libcuda.so.1 not found: this machine has no NVIDIA driver");
   auto get = reinterpret_cast<decltype(&cuGetProcAddress)>(dlsym(library, "cuGetProcAddress_v2"));
   if (get == nullptr) throw std::runtime_error("m3_sparse: the NVIDIA driver is older than CUDA 12.0");
   Driver d{};
@@ -52,8 +54,8 @@ void check(CUresult result, const char* call) {
   if (result == CUDA_SUCCESS) return;
   const char* text = nullptr;
   driver().GetErrorString(result, &text);
-  throw std::runtime_error(
-      std::string("m3_sparse: ") + call + " failed with error " + std::to_string(result) + ": " + (text ? text : "unknown"));
+  throw std::runtime_error(std::string("m3_sparse: ") + call + " failed with error " + std::to_string(result) + ": " +
+                           (text ? text : "unknown"));
 }
 
 }  // namespace m3_sparse::launch

@@ -84,8 +84,8 @@ CUkernel prepare(const Image& image, int device, unsigned cluster) {
   const auto set = [&](CUfunction_attribute attribute, int value) {
     check(d.KernelSetAttribute(attribute, value, state.kernel, device), "cuKernelSetAttribute");
   };
-  // 48 KiB of dynamic shared memory need no attribute. A kernel that wants more is laid out for several CTAs an SM, which
-  // the default split between L1 and shared memory would not admit.
+  // 48 KiB of dynamic shared memory need no attribute. A kernel that wants more is laid out for several CTAs an SM,
+  // which the default split between L1 and shared memory would not admit.
   if (image.dynamic_smem > 48 * 1024) {
     set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(image.dynamic_smem));
     set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
@@ -103,7 +103,8 @@ CUstream current_stream(int device) {
   static const Get get = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
     void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    if (symbol == nullptr) throw std::runtime_error("m3_sparse: libtorch_cuda.so with a stable stream query is not loaded");
+    if (symbol == nullptr)
+      throw std::runtime_error("m3_sparse: libtorch_cuda.so with a stable stream query is not loaded");
     return reinterpret_cast<Get>(symbol);
   }();
   void* stream = nullptr;
@@ -121,7 +122,8 @@ const Image& pick(const Image* program, std::size_t count, int device) {
   std::string available;
   for (std::size_t i = 0; i < count; ++i) {
     if (program[i].capability == wanted) return program[i];
-    available += (i ? ", " : "") + std::to_string(program[i].capability / 10) + "." + std::to_string(program[i].capability % 10);
+    available +=
+        (i ? ", " : "") + std::to_string(program[i].capability / 10) + "." + std::to_string(program[i].capability % 10);
   }
   throw std::runtime_error("m3_sparse: backend 'aot' has this kernel for compute capabilities " + available +
                            "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10));

@@ -1,7 +1,7 @@
 // Launching an embedded kernel. A kernel's host code calls
 //     launch::run<Params>(cubins::program, grid, device, {argument, ...});
-// with `Params` the C++ types of the kernel's parameters in order; that they are what the compiled kernel has is checked
-// at compile time, for every architecture.
+// with `Params` the C++ types of the kernel's parameters in order; that they are what the compiled kernel has is
+// checked at compile time, for every architecture.
 #pragma once
 
 #include <array>

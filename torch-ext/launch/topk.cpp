@@ -41,8 +41,8 @@ void topk(const Tensor& out, const Tensor& scores, const Tensor& cu_seqlens_q, c
                            narrow(init_blocks)}};
   const int device = out.is_cpu() ? -1 : static_cast<int>(out.get_device_index());
   const auto rows = static_cast<unsigned>(tokens * heads);
-  // Started early, the kernel saves 1.4 us beside a single request's scoring; with 64 rows it costs 3 us instead (H200, bf16
-  // and fp8, 32k; why is not known), and at 256 rows it makes no difference.
+  // Started early, the kernel saves 1.4 us beside a single request's scoring; with 64 rows it costs 3 us instead (H200,
+  // bf16 and fp8, 32k; why is not known), and at 256 rows it makes no difference.
   const launch::Options options{1, after_scoring && rows <= kEarlyRows};
   if (blocks <= kNarrowBlocks)
     return launch::run(cubins::topk_narrow, {(rows + kNarrowRows - 1) / kNarrowRows}, device, params, options);

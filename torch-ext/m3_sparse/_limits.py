@@ -9,8 +9,8 @@ import torch
 
 MOST_IDS = 32
 MOST_GROUP = 16
-# The scoring kernel shares the keys it reads among a request's rows, eight at a time; beyond some average, a prefill, the
-# kernel would read the keys again and again and store [T, Hi, blocks] scores.
+# The scoring kernel shares the keys it reads among a request's rows, eight at a time; beyond some average, a prefill,
+# it would read the keys again and again and store [T, Hi, blocks] scores.
 MOST_ROWS_OF_A_REQUEST = 32
 
 

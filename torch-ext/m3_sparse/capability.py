@@ -77,7 +77,11 @@ _ARCHITECTURES = {"sm_90": MEASURED, "sm_100": COMPILED, "sm_103": COMPILED}
 
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
-    + [Capability(op, "aot", arch, pairs, status) for op, pairs in _AOT.items() for arch, status in _ARCHITECTURES.items()]
+    + [
+        Capability(op, "aot", arch, pairs, status)
+        for op, pairs in _AOT.items()
+        for arch, status in _ARCHITECTURES.items()
+    ]
     + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
     + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
 )

@@ -52,7 +52,9 @@ def block_scores(
     outside = _limits.block_scores(index_q, block_table)
     backend = choose("block_scores", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
     scores = _scores_like(index_q, index_k_cache, block_table)
-    BUILT["block_scores", backend](scores, *_operands(backend, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k))
+    BUILT["block_scores", backend](
+        scores, *_operands(backend, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k)
+    )
     return scores
 
 
