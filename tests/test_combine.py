@@ -4,35 +4,12 @@ The checks run in processes of their own (`python tests/test_combine.py NAME...`
 driver. What the kernel computes is tested in tests/gpu/test_combine_gpu.py.
 """
 
-import importlib
-import json
-import subprocess
-import sys
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
+from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
-ROOT = Path(__file__).resolve().parent.parent
-VARIANTS = sorted((ROOT / "build").glob("torch-stable-abi*-linux"))
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def load_operator():
-    """The operator straight from the built extension, without the Python package around it."""
-    import torch
-
-    [extension] = VARIANTS[0].glob("*.abi3.so")
-    sys.path.insert(0, str(VARIANTS[0]))
-    name = extension.name.partition(".")[0]
-    importlib.import_module(name)
-    return getattr(torch.ops, name).aot_merge_states
+check = LaunchChecks(__file__)
 
 
 def states(n=3, t=2, h=4, dtype="float32"):
@@ -41,19 +18,11 @@ def states(n=3, t=2, h=4, dtype="float32"):
     return torch.randn(n, t, h, 128).to(getattr(torch, dtype)), torch.randn(n, t, h)
 
 
-def error_of(call, *arguments):
-    try:
-        call(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("no error was raised")
-
-
 @check
 def packs_every_parameter(driver):
     import torch
 
-    merge = load_operator()
+    merge = operators().aot_merge_states
     for dtype, result, rows_per_cta in (
         ("float32", "float32", 4),
         ("float32", "bfloat16", 4),
@@ -85,7 +54,7 @@ def packs_every_parameter(driver):
 def strides_beyond_32_bits_survive(driver):
     import torch
 
-    merge = load_operator()
+    merge = operators().aot_merge_states
     outs, lses = states(2, 2, 1)
     # One state, so its stride is never walked, but it has to arrive whole.
     wide = outs.as_strided((1, 2, 1, 128), (2**40, 128, 128, 1))
@@ -97,7 +66,7 @@ def strides_beyond_32_bits_survive(driver):
 def loads_an_image_once(driver):
     import torch
 
-    merge = load_operator()
+    merge = operators().aot_merge_states
     arguments = (torch.empty(2, 4, 128), torch.empty(2, 4), *states())
     threads = [threading.Thread(target=merge, args=arguments) for _ in range(8)]
     for thread in threads:
@@ -113,7 +82,7 @@ def loads_an_image_once(driver):
 def an_empty_problem_launches_nothing(driver):
     import torch
 
-    merge = load_operator()
+    merge = operators().aot_merge_states
     outs, lses = states(3, 0, 4)
     merge(torch.empty(0, 4, 128), torch.empty(0, 4), outs, lses)
     assert not driver.launches
@@ -125,7 +94,7 @@ def picks_the_image_of_the_capability(driver):
     import torch
 
     driver.set_capability(103)
-    load_operator()(torch.empty(2, 4, 128), torch.empty(2, 4), *states())
+    operators().aot_merge_states(torch.empty(2, 4, 128), torch.empty(2, 4), *states())
     assert driver.launches.pop().entry == "m3s_combine_f32_f32_sm103a_0"
 
 
@@ -134,7 +103,7 @@ def names_what_it_has_for_another_capability(driver):
     import torch
 
     driver.set_capability(89)
-    text = error_of(load_operator(), torch.empty(2, 4, 128), torch.empty(2, 4), *states())
+    text = error_of(operators().aot_merge_states, torch.empty(2, 4, 128), torch.empty(2, 4), *states())
     assert "9.0, 10.0, 10.3" in text and "the device has 8.9" in text
     assert not driver.launches
 
@@ -143,7 +112,7 @@ def names_what_it_has_for_another_capability(driver):
 def refuses_what_would_leave_a_tensor(driver):
     import torch
 
-    merge = load_operator()
+    merge = operators().aot_merge_states
     outs, lses = states()
     out, lse = torch.empty(2, 4, 128), torch.empty(2, 4)
     bad = [
@@ -166,13 +135,13 @@ def refuses_what_would_leave_a_tensor(driver):
     assert not driver.launches
 
 
-@check
+@check.without_driver
 def refuses_cpu_tensors_without_such_a_driver(driver):
     """Here no driver is preloaded."""
     import torch
 
     assert driver is None
-    text = error_of(load_operator(), torch.empty(2, 4, 128), torch.empty(2, 4), *states())
+    text = error_of(operators().aot_merge_states, torch.empty(2, 4, 128), torch.empty(2, 4), *states())
     assert "libcuda.so.1 not found" in text or "expects CUDA tensors, got CPU tensors" in text, text
 
 
@@ -192,30 +161,14 @@ PROCESSES = [
 
 
 def test_every_check_is_run():
-    assert sorted(name for names in PROCESSES for name in names) == sorted(CHECKS)
+    assert sorted(name for names in PROCESSES for name in names) == sorted(check.functions)
 
 
-@pytest.mark.skipif(not VARIANTS, reason="the CUDA variant isn't built (python tools/build.py cuda)")
+@needs_variant
 @pytest.mark.parametrize("names", PROCESSES, ids=lambda names: names[-1])
 def test_launch(names):
-    done = subprocess.run([sys.executable, __file__, *names], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == names
-
-
-def main():
-    from recording_driver import RecordingDriver
-
-    names = sys.argv[1:]
-    index = json.loads((ROOT / "build" / "kernels" / "index.json").read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        driver = None
-        if names != ["refuses_cpu_tensors_without_such_a_driver"]:
-            driver = RecordingDriver(Path(folder), {facts["entry"]: facts for facts in index})
-        for name in names:
-            CHECKS[name](driver)
-            print(name)
+    check.run(*names)
 
 
 if __name__ == "__main__":
-    main()
+    check.main()

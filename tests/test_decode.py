@@ -4,35 +4,11 @@ Each check runs in a process of its own (`python tests/test_decode.py NAME`), wh
 driver. What the kernel computes is tested in tests/gpu/test_decode_gpu.py.
 """
 
-import importlib
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
+from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
-ROOT = Path(__file__).resolve().parent.parent
-VARIANTS = sorted((ROOT / "build").glob("torch-stable-abi*-linux"))
-CHECKS = {}
+check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def load_operator():
-    """The operator straight from the built extension, without the Python package around it."""
-    import torch
-
-    [extension] = VARIANTS[0].glob("*.abi3.so")
-    sys.path.insert(0, str(VARIANTS[0]))
-    name = extension.name.partition(".")[0]
-    importlib.import_module(name)
-    return getattr(torch.ops, name).aot_sparse_attention
 
 
 def decode_splits(rows, width, fp8, multiprocessors=MULTIPROCESSORS):
@@ -60,19 +36,11 @@ def problem(q="bfloat16", kv="bfloat16", tokens=3, batch=2, heads=(32, 2), pages
     return [out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, True, None, None]
 
 
-def error_of(call, *arguments):
-    try:
-        call(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("no error was raised")
-
-
 @check
 def packs_every_parameter(driver):
     import torch
 
-    attend = load_operator()
+    attend = operators().aot_sparse_attention
     short = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
     pairs = [(q, kv) for q in ("bfloat16", "float16") for kv in (q, "float8_e4m3fn", "float8_e5m2")]
     for (q, kv), splits in [(pair, s) for pair in pairs for s in (1, 4, 16)]:
@@ -108,7 +76,7 @@ def packs_every_parameter(driver):
 
 @check
 def absent_outputs_and_scales_are_null(driver):
-    attend = load_operator()
+    attend = operators().aot_sparse_attention
     arguments = problem(page=64)
     arguments[1] = None
     attend(*arguments)
@@ -119,7 +87,7 @@ def absent_outputs_and_scales_are_null(driver):
 
 @check
 def strides_beyond_32_bits_survive(driver):
-    attend = load_operator()
+    attend = operators().aot_sparse_attention
     arguments = problem(pages=1)
     arguments[3] = arguments[3].as_strided((1, 2, 128, 128), (2**40, 128 * 128, 128, 1))
     attend(*arguments)
@@ -128,7 +96,7 @@ def strides_beyond_32_bits_survive(driver):
 
 @check
 def chooses_the_splits_by_shape(driver):
-    attend = load_operator()
+    attend = operators().aot_sparse_attention
     for tokens, requests, heads, topk in (
         (1, 1, (64, 4), 16), (6, 6, (64, 4), 16), (7, 7, (64, 4), 16), (132, 132, (64, 4), 16), (133, 133, (64, 4), 16),
         (1, 1, (64, 4), 32), (1, 1, (1, 1), 4), (24, 24, (8, 1), 8), (25, 25, (8, 1), 16), (528, 528, (16, 1), 16),
@@ -149,9 +117,9 @@ def chooses_the_splits_by_shape(driver):
 
 @check
 def measures_without_overlap(driver):
-    load_operator()(*problem(), 4, False)
+    operators().aot_sparse_attention(*problem(), 4, False)
     assert driver.last_cluster == 4 and driver.last_overlap == 0
-    load_operator()(*problem(), 1)
+    operators().aot_sparse_attention(*problem(), 1)
     assert driver.last_cluster == 1 and driver.last_overlap == 1
 
 
@@ -159,7 +127,7 @@ def measures_without_overlap(driver):
 def an_empty_problem_launches_nothing(driver):
     import torch
 
-    attend = load_operator()
+    attend = operators().aot_sparse_attention
     attend(*problem(tokens=0))
     # No request: every row lies past the last one.
     arguments = problem(batch=0)
@@ -172,7 +140,7 @@ def an_empty_problem_launches_nothing(driver):
 @check
 def picks_the_image_of_the_capability(driver):
     driver.set_capability(103)
-    load_operator()(*problem(kv="float8_e4m3fn"), 16)
+    operators().aot_sparse_attention(*problem(kv="float8_e4m3fn"), 16)
     assert driver.launches.pop().entry == "m3s_decode_e4m3_s16_sm103a_0"
 
 
@@ -180,7 +148,7 @@ def picks_the_image_of_the_capability(driver):
 def refuses_what_would_leave_a_tensor(driver):
     import torch
 
-    attend = load_operator()
+    attend = operators().aot_sparse_attention
     names = "out lse q k_cache v_cache ids table cu used softmax_scale causal k_scale v_scale".split()
 
     def refused(message, **changes):
@@ -220,22 +188,11 @@ def refuses_what_would_leave_a_tensor(driver):
     assert not driver.launches
 
 
-@pytest.mark.skipif(not VARIANTS, reason="the CUDA variant isn't built (python tools/build.py cuda)")
-@pytest.mark.parametrize("name", CHECKS)
+@needs_variant
+@pytest.mark.parametrize("name", check.functions)
 def test_launch(name):
-    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "checked\n"
-
-
-def main():
-    from recording_driver import RecordingDriver
-
-    index = json.loads((ROOT / "build" / "kernels" / "index.json").read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        CHECKS[sys.argv[1]](RecordingDriver(Path(folder), {facts["entry"]: facts for facts in index}))
-    print("checked")
+    check.run(name)
 
 
 if __name__ == "__main__":
-    main()
+    check.main()

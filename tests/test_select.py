@@ -5,34 +5,11 @@ Each check runs in a process of its own (`python tests/test_select.py NAME`), wh
 driver. What the kernels compute is tested in tests/gpu/test_select_gpu.py.
 """
 
-import importlib
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
+from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
-ROOT = Path(__file__).resolve().parent.parent
-VARIANTS = sorted((ROOT / "build").glob("torch-stable-abi*-linux"))
-CHECKS = {}
+check = LaunchChecks(__file__)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def load_operators():
-    import torch
-
-    [extension] = VARIANTS[0].glob("*.abi3.so")
-    sys.path.insert(0, str(VARIANTS[0]))
-    name = extension.name.partition(".")[0]
-    importlib.import_module(name)
-    return getattr(torch.ops, name)
 
 
 def problem(tokens=3, requests=3, heads=4, page=128, width=20, dtypes=("bfloat16", "bfloat16"), pages=9):
@@ -44,19 +21,11 @@ def problem(tokens=3, requests=3, heads=4, page=128, width=20, dtypes=("bfloat16
     return [query, keys, table, torch.zeros(requests + 1, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)]
 
 
-def error_of(call, *arguments):
-    try:
-        call(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("no error was raised")
-
-
 @check
 def packs_every_parameter(driver):
     import torch
 
-    ops = load_operators()
+    ops = operators()
     for query_dtype in ("bfloat16", "float16"):
         for key_dtype in (query_dtype, "float8_e4m3fn"):
             for page in (64, 128):
@@ -89,7 +58,7 @@ def packs_every_parameter(driver):
 def scores_go_to_a_workspace_unless_asked_for(driver):
     import torch
 
-    ops = load_operators()
+    ops = operators()
     tensors = problem()
     out = torch.zeros(3, 4, 16, dtype=torch.int32)
     ops.aot_select_blocks(out, None, *tensors, 1, 0)
@@ -108,7 +77,7 @@ def lays_the_work_out_by_shape(driver):
     """132 multiprocessors. (tokens, requests, heads, blocks, fp8) -> tiles, splits, column groups, top-k shape."""
     import torch
 
-    ops = load_operators()
+    ops = operators()
     cases = {
         (1, 1, 4, 256, False): (8, 128, 1, "narrow"),
         (1, 1, 4, 256, True): (8, 128, 1, "narrow"),
@@ -143,7 +112,7 @@ def lays_the_work_out_by_shape(driver):
 def degenerate_problems(driver):
     import torch
 
-    ops = load_operators()
+    ops = operators()
     out = lambda tokens: torch.zeros(tokens, 4, 16, dtype=torch.int32)
     ops.aot_select_blocks(out(0), None, *problem(0, 2), 1, 0)
     assert not driver.launches
@@ -159,7 +128,7 @@ def degenerate_problems(driver):
 def refuses_what_would_leave_a_tensor(driver):
     import torch
 
-    ops = load_operators()
+    ops = operators()
     out, scores = torch.zeros(3, 4, 16, dtype=torch.int32), torch.zeros(3, 4, 20)
     bad = [
         ({0: lambda x: x[..., :64]}, "index_q: expected [T, Hi, 128]"),
@@ -199,22 +168,11 @@ def refuses_what_would_leave_a_tensor(driver):
     assert not driver.launches
 
 
-@pytest.mark.skipif(not VARIANTS, reason="the CUDA variant isn't built (python tools/build.py cuda)")
-@pytest.mark.parametrize("name", CHECKS)
+@needs_variant
+@pytest.mark.parametrize("name", check.functions)
 def test_launch(name):
-    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "checked\n"
-
-
-def main():
-    from recording_driver import RecordingDriver
-
-    index = json.loads((ROOT / "build" / "kernels" / "index.json").read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        CHECKS[sys.argv[1]](RecordingDriver(Path(folder), {facts["entry"]: facts for facts in index}))
-    print("checked")
+    check.run(name)
 
 
 if __name__ == "__main__":
-    main()
+    check.main()

@@ -4,34 +4,10 @@ Each check runs in a process of its own (`python tests/test_store.py NAME`), whe
 driver. What the kernel writes is tested in tests/gpu/test_store_gpu.py.
 """
 
-import importlib
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import pytest
+from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
-ROOT = Path(__file__).resolve().parent.parent
-VARIANTS = sorted((ROOT / "build").glob("torch-stable-abi*-linux"))
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
-
-
-def load_operator():
-    """The operator straight from the built extension, without the Python package around it."""
-    import torch
-
-    [extension] = VARIANTS[0].glob("*.abi3.so")
-    sys.path.insert(0, str(VARIANTS[0]))
-    name = extension.name.partition(".")[0]
-    importlib.import_module(name)
-    return getattr(torch.ops, name).aot_store_kv
+check = LaunchChecks(__file__)
 
 
 def problem(source="bfloat16", kept="bfloat16", index_source="bfloat16", index_kept="bfloat16", tokens=33, heads=4):
@@ -48,19 +24,11 @@ def problem(source="bfloat16", kept="bfloat16", index_source="bfloat16", index_k
     return [k, v, index_k, k_cache, v_cache, index_cache, torch.zeros(tokens, dtype=torch.int64), None, None]
 
 
-def error_of(call, *arguments):
-    try:
-        call(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("no error was raised")
-
-
 @check
 def packs_every_parameter(driver):
     import torch
 
-    store = load_operator()
+    store = operators().aot_store_kv
     cases = {
         "copy": ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
         "bf16_e4m3": ("bfloat16", "float8_e4m3fn", "bfloat16", "float8_e4m3fn"),
@@ -92,7 +60,7 @@ def packs_every_parameter(driver):
 def takes_slots_of_32_bits_and_no_index(driver):
     import torch
 
-    store = load_operator()
+    store = operators().aot_store_kv
     arguments = problem(tokens=16)
     arguments[2] = arguments[5] = None
     arguments[6] = arguments[6].to(torch.int32)
@@ -105,7 +73,7 @@ def takes_slots_of_32_bits_and_no_index(driver):
 
 @check
 def an_empty_problem_launches_nothing(driver):
-    store = load_operator()
+    store = operators().aot_store_kv
     store(*problem(tokens=0))
     assert not driver.launches
 
@@ -114,7 +82,7 @@ def an_empty_problem_launches_nothing(driver):
 def refuses_what_would_leave_a_tensor(driver):
     import torch
 
-    store = load_operator()
+    store = operators().aot_store_kv
     half, e4m3, e5m2 = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
     bad = [
         ({0: lambda x: x[:, :3]}, "v: expected the shape of k"),
@@ -148,22 +116,11 @@ def refuses_what_would_leave_a_tensor(driver):
     assert not driver.launches
 
 
-@pytest.mark.skipif(not VARIANTS, reason="the CUDA variant isn't built (python tools/build.py cuda)")
-@pytest.mark.parametrize("name", CHECKS)
+@needs_variant
+@pytest.mark.parametrize("name", check.functions)
 def test_launch(name):
-    done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "checked\n"
-
-
-def main():
-    from recording_driver import RecordingDriver
-
-    index = json.loads((ROOT / "build" / "kernels" / "index.json").read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        CHECKS[sys.argv[1]](RecordingDriver(Path(folder), {facts["entry"]: facts for facts in index}))
-    print("checked")
+    check.run(name)
 
 
 if __name__ == "__main__":
-    main()
+    check.main()
