@@ -9,65 +9,17 @@ calls that are only enqueued.
 """
 
 import argparse
-import importlib.util
 import json
-import statistics
-import sys
 import time
 from pathlib import Path
 
+import protocol
 import torch
 
-# states, tokens, heads: split decode at batch 1, 16 and 256; two ranks of a context-parallel prefill; 16 partials a row.
+# states, tokens, heads: split decode at batch 1, 16 and 256; two ranks of a context-parallel prefill; 16 partials.
 CASES = [(8, 1, 64), (16, 1, 64), (4, 16, 64), (2, 256, 64), (8, 256, 64), (2, 8192, 64), (16, 2048, 64)]
 DTYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
 L2_BYTES = 60 << 20
-REPLAYS = 25
-
-
-def load(variant):
-    location = Path(variant).resolve()
-    spec = importlib.util.spec_from_file_location(
-        "m3_sparse", location / "__init__.py", submodule_search_locations=[str(location)]
-    )
-    module = sys.modules["m3_sparse"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def graph_time(call, input_sets, replays=REPLAYS):
-    """Median microseconds a call, over replays of one graph that calls every input set once."""
-    for inputs in input_sets[:2]:
-        call(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for inputs in input_sets:
-            call(*inputs)
-    times = []
-    for _ in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(input_sets))
-    return statistics.median(times[3:])
-
-
-def copy_bandwidth():
-    """GB/s of a 4 GiB device-to-device copy, read and written bytes counted. Not in a graph, where copies are slower."""
-    source = torch.empty(1 << 30, device="cuda").normal_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2 * source.numel() * 4 / statistics.median(times) / 1e6
 
 
 def formula(outs, lses, out_dtype):
@@ -100,9 +52,9 @@ def measure(m3_sparse, bandwidth):
             ]
             torch._dynamo.reset()  # one specialised peer a case
             peer = torch.compile(formula, dynamic=False)
-            ours = graph_time(lambda o, l: m3_sparse.merge_states(o, l, out_dtype=out_dtype), inputs)
-            warm = graph_time(lambda o, l: m3_sparse.merge_states(o, l, out_dtype=out_dtype), inputs[:1] * 20)
-            theirs = graph_time(lambda o, l: peer(o, l, out_dtype), inputs)
+            ours = protocol.graph_time(lambda o, l: m3_sparse.merge_states(o, l, out_dtype=out_dtype), inputs)
+            warm = protocol.graph_time(lambda o, l: m3_sparse.merge_states(o, l, out_dtype=out_dtype), inputs[:1] * 20)
+            theirs = protocol.graph_time(lambda o, l: peer(o, l, out_dtype), inputs)
             rows.append(
                 {
                     "states": str(dtype)[6:],
@@ -126,11 +78,11 @@ def main():
     parser.add_argument("--variant", required=True)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    m3_sparse = load(options.variant)
+    m3_sparse = protocol.load(options.variant)
     from m3_sparse import ops
 
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = protocol.copy_bandwidth()
     outs, lses = torch.randn(8, 1, 64, 128, device="cuda"), torch.randn(8, 1, 64, device="cuda")
     out, lse = torch.empty(1, 64, 128, device="cuda"), torch.empty(1, 64, device="cuda")
     operator = getattr(ops, "ops", ops).aot_merge_states.default
