@@ -49,6 +49,9 @@ BLOCK = 128
 SLAB = 16  # keys of one MMA
 NEG_INF = float("-inf")
 MASKED = 1 << 30  # a first token beyond every length
+# Up to this batch the first keys are fetched ahead. H200, 32k, select: one request 7.3 -> 6.7 us (bf16), 6.4 -> 5.7 (fp8);
+# 16 requests 39.7 -> 38.5, 24.8 -> 22.9; 64 requests at 128k 493 -> 502: there the scan itself fills the memory bus.
+WARM_REQUESTS = 16
 
 # (query, key) dtypes; the MMA works in the first, or in fp16 with fp8 keys.
 DTYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
@@ -185,20 +188,32 @@ class DecodeScore:
         g, t = lane >> 2, lane & 3
         base = smem.base(16)
 
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-
-        # Lengths and the first two pages: one round trip. Then the keys at once; all else is worked out while they
-        # come.
         real = Int32(request < num_requests)
         table = block_table + Int64(request) * table_stride
         mine = warp * (BLOCK // WARPS)  # of a block
         first_entry = (split * BLOCK + mine) >> page_shift
         entry_step = splits << (7 - page_shift)  # a block is 1 or 2 entries
         entry = first_entry + entry_step
-        start, stop, kv_len, page, next_page = self.load_lengths_and_pages(
-            cu_seqlens_q, seqused_k, Int64(request) * 4, real, table, first_entry, entry, table_width
-        )
+        places = (cu_seqlens_q, seqused_k, Int64(request) * 4, real, table, first_entry, entry, table_width)
+
+        # Before the wait nothing counts that is read, for the kernel ahead may be writing it. But it most likely is what
+        # it will be: the first two blocks' keys are fetched into L2 on its word.
+        in_page = mine & ((1 << page_shift) - 1)
+        if num_requests <= WARM_REQUESTS:
+            _, _, hint, hint_page, hint_next = self.load_lengths_and_pages(*places, past_l1=True)
+            for ahead, number in ((0, hint_page), (1, hint_next)):
+                left = hint - (split + ahead * splits) * BLOCK - mine
+                ok = Int32((number >= 0) & (number < num_pages) & (lane < left))
+                row = index_k + Int64(number) * k_page_stride + Int64(in_page + lane) * k_token_stride
+                for line in range(self.chunks // 2):  # of 128 bytes
+                    ptx.prefetch_l2_if(row + 128 * line, ok)
+
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+
+        # Lengths and the first two pages: one round trip. Then the keys at once; all else is worked out while they
+        # come.
+        start, stop, kv_len, page, next_page = self.load_lengths_and_pages(*places)
 
         query = cute.make_rmem_tensor(cute.make_layout(16 * self.tiles), Int32)
         slabs = cute.make_rmem_tensor(cute.make_layout(2 * self.words), Int32)
@@ -206,7 +221,7 @@ class DecodeScore:
         ends = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), Int32)
 
         kv_len = ptx.clamp(kv_len, Int32(0), table_width << page_shift)
-        own_key = index_k + Int64(g + (mine & ((1 << page_shift) - 1))) * k_token_stride + Int64(t * 16)
+        own_key = index_k + Int64(g + in_page) * k_token_stride + Int64(t * 16)
         first_token = split * BLOCK + mine
         self.request_keys(slabs, own_key, page, num_pages, k_page_stride, k_token_stride, kv_len - first_token, g)
 
@@ -274,7 +289,9 @@ class DecodeScore:
 
     # ---- parts with addresses
 
-    def load_lengths_and_pages(self, offsets, lengths, at, real, table, first_entry, second_entry, table_width):
+    def load_lengths_and_pages(
+        self, offsets, lengths, at, real, table, first_entry, second_entry, table_width, past_l1=False
+    ):
         """First row, row after the last, kv_len and the first two page numbers of a request."""
         return ptx.load_i32_batch(
             [
@@ -283,7 +300,8 @@ class DecodeScore:
                 (lengths + at, real, 0),
                 (table + Int64(first_entry) * 4, real & Int32(first_entry < table_width), -1),
                 (table + Int64(second_entry) * 4, real & Int32(second_entry < table_width), -1),
-            ]
+            ],
+            past_l1,
         )
 
     def load_page(self, table, entry, table_width, real):

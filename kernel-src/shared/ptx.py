@@ -171,11 +171,15 @@ def load_i32(address):
     return asm("ld.global.b32 $0, [$1];", "r", "l", [address])[0]
 
 
-def load_i32_batch(places):
-    """Loads (address, ok, otherwise) issued together, before anything is made of the first: one latency."""
+def load_i32_batch(places, past_l1=False):
+    """Loads (address, ok, otherwise) issued together, before anything is made of the first: one latency.
+
+    `past_l1`: leaves no copy in L1, for values that another kernel may still be writing and that are only a hint.
+    """
+    load = "ld.relaxed.gpu.global.b32" if past_l1 else "ld.global.b32"
     n = len(places)
     lines = [f"mov.b32 ${i}, {otherwise};" for i, (_, _, otherwise) in enumerate(places)]
-    lines += [f"setp.ne.s32 p, ${n + 2 * i + 1}, 0; @p ld.global.b32 ${i}, [${n + 2 * i}];" for i in range(n)]
+    lines += [f"setp.ne.s32 p, ${n + 2 * i + 1}, 0; @p {load} ${i}, [${n + 2 * i}];" for i in range(n)]
     arguments = [x for address, ok, _ in places for x in (address, ok)]
     return asm("{ .reg .pred p; %s }" % " ".join(lines), "r" * n, "lr" * n, arguments)
 
@@ -200,6 +204,10 @@ def load_fresh_16_bytes_if(address, ok):
 def prefetch_l2(address):
     """Has no effect on values, so it may run before the dependence is resolved."""
     asm("prefetch.global.L2 [$0];", "", "l", [address])
+
+
+def prefetch_l2_if(address, ok):
+    asm("{ .reg .pred p; setp.ne.s32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lr", [address, ok])
 
 
 def load_i32_if(address, ok, otherwise):
