@@ -23,7 +23,7 @@ import torch
 
 DIM, BLOCK, TOPK = 128, 128, 16
 ROTATE_BYTES = 130 << 20
-SPLITS = (1, 4, 16)  # CTAs a row
+SPLITS = (1, 2, 4, 16)  # CTAs a row
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 STARTED = time.time()
 

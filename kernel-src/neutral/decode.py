@@ -22,14 +22,17 @@ Order of the sums (why the bits are the same whatever the batch, the grid and `s
     Factors between partial sums are powers of two (shared/softmax.py), hence exact. The levels fall on
         splits    a warp computes              the CTA's warps are    the cluster's CTAs are
         1         chains of all groups         quarters               -
+        2         chains of two groups         2 (quarter) x 2        pairs of quarters
         4         one chain                    groups                 quarters
         16        one unit (c <= 4)            links of a chain       4 quarter + group
-    With splits = 1 a warp keeps the sum over its groups in shared memory while a chain is in registers.
+    With splits = 1 a warp keeps the sum over its groups in shared memory while a chain is in registers; with splits = 2
+    it keeps its first chain there: ((g0 + g1) + g2) + g3 needs the chains one by one, as it needs the quarters.
 
 Shared memory (bytes a CTA)
     rings     4 warps x stages x 2 slabs: 64 KiB (16-bit: 1 stage; fp8: 2); at the end each warp's partial, m and l
-    outer     splits = 1: 4 x 8 KiB, the sums over groups
+    outer     splits = 1: 4 x 8 KiB, the sums over groups; splits = 2: behind each ring, 8 KiB for the first chain
     received  splits > 1: the cluster's sums for the 16 / splits heads that this CTA finishes, and an mbarrier for them
+              (splits = 2: the two quarters of the other CTA)
     lists     4 warps x 32 x 16
 
 Budget (H200: 4.3 TB/s, 132 SMs, 1.755 GHz)
@@ -54,7 +57,9 @@ from shared.head_tile import DIM, KEYS, ROWS, HeadTile
 from shared.program import Program
 
 WARPS, THREADS = 4, 128
-SENT_BYTES = 16 * (DIM * 4 + 20)  # to each CTA of a cluster: 16 / splits rows of 128 + 4 + 1 floats from `splits` CTAs
+# To each CTA of a cluster: 16 / splits rows of 128 + 4 + 1 floats from `splits` CTAs, or of 2 quarters from one.
+SENT_BYTES = 16 * (DIM * 4 + 20)
+LANE_SUMS = ROWS * DIM * 4  # a warp's 16 x 128 floats, each lane's own 64
 
 
 class Decode(HeadTile):
@@ -64,12 +69,14 @@ class Decode(HeadTile):
         super().__init__(kv_dtype)
         self.splits, self.stages, self.ctas_per_sm = splits, stages, ctas_per_sm
         self.rows_per_rank = ROWS // splits
-        self.values_per_thread = 16 if splits == 1 else self.rows_per_rank  # of the result
         # Shared memory map. A warp's region is its ring, then its partial with the numbers behind it; the swizzles of
         # the slabs flip address bits, so it starts at a multiple of 1 KiB.
-        self.region = -(-max(2 * self.slab * stages, self.sums_bytes) // 1024) * 1024
-        self.outer_at = WARPS * self.region
-        self.received_at = self.outer_at + (WARPS * ROWS * DIM * 4 if splits == 1 else 0)
+        ring = 2 * self.slab * stages
+        need = max(ring + LANE_SUMS, 2 * self.sums_bytes) if splits == 2 else max(ring, self.sums_bytes)
+        self.region = -(-need // 1024) * 1024
+        self.outer_at, self.outer_step = (ring, self.region) if splits == 2 else (WARPS * self.region, LANE_SUMS)
+        self.received_at = WARPS * self.region + (WARPS * LANE_SUMS if splits == 1 else 0)
+        assert splits != 2 or self.sums_bytes <= ring  # the second chain's partial may not reach the first chain
         self.rank_bytes = self.rows_per_rank * (DIM * 4 + 32)  # what one CTA sends to one other: rows, then l[4] and m
         self.mbarrier_at = self.received_at + (splits * self.rank_bytes if splits > 1 else 0)
         self.lists_at = self.mbarrier_at + 16
@@ -78,13 +85,16 @@ class Decode(HeadTile):
     # ---- what a warp works on
 
     def quarter_of(self, warp, rank):
-        return {1: warp, 4: rank, 16: rank >> 2}[self.splits]
+        return {1: warp, 2: rank * 2 + (warp >> 1), 4: rank, 16: rank >> 2}[self.splits]
 
     def share_of(self, warp, rank, listed):
         """(first list position, number of positions, links of a chain) of a warp."""
         links = (listed + 3) >> 2
         if self.splits == 1:
             return Int32(0), listed, links
+        if self.splits == 2:
+            first = (warp & 1) * (links * 2)
+            return first, ptx.maximum_i32(ptx.minimum_i32(listed - first, links * 2), Int32(0)), links
         if self.splits == 4:
             first = warp * links
             return first, ptx.maximum_i32(ptx.minimum_i32(listed - first, links), Int32(0)), links
@@ -125,10 +135,52 @@ class Decode(HeadTile):
             sums.append(((terms[0] + terms[1]) + terms[2]) + terms[3])
         return m, sums[:4], sums[4:]
 
+    def fold_quarter(self, base, which, head, thread):
+        """splits = 2: the sum over the groups of the CTA's first or second quarter, for 8 dims of a head."""
+        regions = [base + (2 * which + warp) * self.region for warp in range(2)]
+        places = [r + at for r in regions for at in (self.sums_bytes, 0)]
+        return self.fold(places, head, thread % 8, first=(thread % 16) // 8 * 2, count=2)
+
+    def exchange_pair(self, base, thread, rank):
+        """splits = 2: this CTA's two quarters of the heads that the other finishes go there, its own stay in
+        registers until the other's two have come: (m, l[4], o[8])."""
+        row, other = thread // 16, 1 - rank
+        dims = (thread % 8) * 4 + (thread % 16) // 8 * 64
+        mbarrier = smem.of_rank(base + self.mbarrier_at, other)
+        areas = [base + self.received_at + which * self.rank_bytes for which in range(2)]
+        at_values, at_numbers = row * (DIM * 4) + dims * 4, self.rows_per_rank * (DIM * 4) + row * 32
+        for which in range(2):
+            m, l, o = self.fold_quarter(base, which, other * self.rows_per_rank + row, thread)
+            there = smem.of_rank(areas[which], other)
+            for i in range(2):
+                smem.send_f32x4(there + at_values + 128 * i, o[4 * i : 4 * i + 4], mbarrier)
+            self.send_numbers(there + at_numbers, l, m, mbarrier, thread % 16)
+        own = [self.fold_quarter(base, which, rank * self.rows_per_rank + row, thread) for which in range(2)]
+        own = [[m, *l, *o] for m, l, o in own]
+        smem.mbarrier_wait(base + self.mbarrier_at, 0, "cluster")
+        came = []
+        for a in areas:
+            values = smem.load_f32x4(a + at_values) + smem.load_f32x4(a + at_values + 128)
+            came.append([smem.load_f32(a + at_numbers + 16), *smem.load_f32x4(a + at_numbers), *values])
+        low = rank == 0
+        quarters = [[ptx.select(low, x, y) for x, y in zip(own[i], came[i])] for i in range(2)]
+        quarters += [[ptx.select(low, y, x) for x, y in zip(own[i], came[i])] for i in range(2)]
+        m, factors = softmax.weights([x[0] for x in quarters])
+        sums = [softmax.weighted_sum([x[i] for x in quarters], factors) for i in range(1, 13)]
+        return m, sums[:4], sums[4:]
+
+    @cute.jit
+    def send_numbers(self, at: Int32, l, m: Float32, mbarrier: Int32, part: Int32):
+        if part == 0:
+            smem.send_f32x4(at, l, mbarrier)
+            smem.send_f32(at + 16, m, mbarrier)
+
     def place_of(self, thread, rank):
         """(head, first dim) that a thread finishes."""
         if self.splits == 1:
             return thread // 8, (thread % 8) * 4
+        if self.splits == 2:
+            return rank * 8 + thread // 16, (thread % 8) * 4 + (thread % 16) // 8 * 64
         threads = THREADS // self.rows_per_rank  # a head
         return rank * self.rows_per_rank + thread // threads, (thread % threads) * self.rows_per_rank
 
@@ -227,22 +279,24 @@ class Decode(HeadTile):
         logit_scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
         scale = self.load_query(row_q, q_head, group, lane, Q, logit_scale, bf16_query)
-        outer_at = base + self.outer_at + warp * (ROWS * DIM * 4) + lane * 16
+        outer_at = base + self.outer_at + warp * self.outer_step + lane * 16
         self.walk(region, entries, count, links, quarter, end, lane, *kv, Q, *scale, state, O, outer_at)
 
         # -- the sum of the warps, then of the cluster
-        self.store_sums(region, lane, state, O)
+        self.store_sums(region + (self.sums_bytes if self.splits == 2 else 0), lane, state, O)
         ptx.barrier()
-        m, l, o = self.fold([base + w * self.region for w in range(WARPS)], thread // 8, thread % 8)
         head, dim = self.place_of(thread, rank)
-        if cutlass.const_expr(self.splits > 1):
+        if cutlass.const_expr(self.splits == 2):
+            smem.cluster_wait()  # the other CTA has begun, its mbarrier exists
+            m, l, o = self.exchange_pair(base, thread, rank)
+        else:
+            m, l, o = self.fold([base + w * self.region for w in range(WARPS)], thread // 8, thread % 8)
+        if cutlass.const_expr(self.splits > 2):
             smem.cluster_wait()  # every CTA of the cluster has begun, its mbarrier exists
             values_there, numbers_there, mbarrier_there = self.place_at(base, rank, thread // 8)
             for i in cutlass.range_constexpr(4):
                 smem.send_f32x4(values_there + thread % 8 * 16 + 128 * i, o[4 * i : 4 * i + 4], mbarrier_there)
-            if thread % 8 == 0:
-                smem.send_f32x4(numbers_there, l, mbarrier_there)
-                smem.send_f32(numbers_there + 16, m, mbarrier_there)
+            self.send_numbers(numbers_there, l, m, mbarrier_there, thread % 8)
             smem.mbarrier_wait(base + self.mbarrier_at, 0, "cluster")
             m, l, o = self.fold_cluster(base, thread // (THREADS // self.rows_per_rank), dim)
         if head < group:
@@ -303,13 +357,16 @@ class Decode(HeadTile):
         O: cute.Tensor,
         outer_at: Int32,
     ):
-        """The warp's units, one after the other; state and O are their sums in the end, and the ring is free."""
+        """The warp's units, one after the other; state and O are their sums in the end, and the ring is free.
+
+        splits = 2: state and O are the first chain's in the end, the second chain's are where the ring was.
+        """
         S = cute.make_rmem_tensor(cute.make_layout(16), Float32)
-        outer = cute.make_rmem_tensor(cute.make_layout(4), Float32)  # as state, of the sum over groups (splits = 1)
+        outer = cute.make_rmem_tensor(cute.make_layout(4), Float32)  # as state, of the sums in shared memory
         self.clear(state, O)
-        if cutlass.const_expr(self.splits == 1):
+        if cutlass.const_expr(self.splits <= 2):
             self.clear_outer(outer, outer_at)
-        slot, link = Int32(0), Int32(0)
+        slot, link, first_chain = Int32(0), Int32(0), ptx.minimum_i32(links, count)
         for u in cutlass.range(count, unroll=1):
             keys = region + slot * (2 * self.slab)
             values = keys + self.slab
@@ -347,10 +404,17 @@ class Decode(HeadTile):
                 if (link == links) | (u + 1 == count):
                     self.add_group(outer, outer_at, state, O)
                     link = Int32(0)
+            if cutlass.const_expr(self.splits == 2):
+                if u + 1 == first_chain:
+                    self.keep_chain(outer, outer_at, state, O)
         if cutlass.const_expr(self.splits == 1):
             self.take_outer(outer, outer_at, state, O)
         smem.copies_wait(0)
         ptx.warp_barrier()
+        if cutlass.const_expr(self.splits == 2):
+            self.store_sums(region, lane, state, O)
+            self.take_outer(outer, outer_at, state, O)
+            ptx.warp_barrier()  # its partial may cover what the other lanes kept
 
     @cute.jit
     def entry(
@@ -452,8 +516,8 @@ class Decode(HeadTile):
 
 
 # (CTAs a row, stages, CTAs an SM)
-GEOMETRIES_16BIT = [(1, 1, 2), (4, 1, 3), (16, 1, 3)]
-GEOMETRIES_FP8 = [(1, 2, 2), (4, 2, 3), (16, 1, 4)]
+GEOMETRIES_16BIT = [(1, 1, 2), (2, 1, 2), (4, 1, 3), (16, 1, 3)]
+GEOMETRIES_FP8 = [(1, 2, 2), (2, 2, 2), (4, 2, 3), (16, 1, 4)]
 VARIANTS = [(dtype, *g) for dtype in ("bf16", "f16") for g in GEOMETRIES_16BIT]
 VARIANTS += [(dtype, *g) for dtype in ("e4m3", "e5m2") for g in GEOMETRIES_FP8]
 

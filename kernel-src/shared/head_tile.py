@@ -218,15 +218,16 @@ class HeadTile:
             for half in cutlass.range_constexpr(2):
                 smem.store_f32(at + self.partial_bytes + (g + 8 * half) * 4, state[half])
 
-    def fold(self, places, head, part, load=smem.load_f32, load_x4=smem.load_f32x4):
-        """Of the stored sums, in the order of `places`, for dims 4 part + 32 k of a head: (m, l[4], o[16])."""
+    def fold(self, places, head, part, load=smem.load_f32, load_x4=smem.load_f32x4, first=0, count=4):
+        """Of the stored sums, in the order of `places`, for dims 4 part + 32 (first + k), k < `count`, of a head:
+        (m, l[4], o[4 count])."""
         numbers = [at + self.partial_bytes for at in places]
         m, factors = softmax.weights([load(at + head * 4) for at in numbers])
         row = [load_x4(at + 64 + head * 16) for at in numbers]
         l = [softmax.weighted_sum([x[i] for x in row], factors) for i in range(4)]
         o = []
-        for k in range(4):
-            offset = head * (self.partial_row * 4) + part * 16 + (160 if self.fp8 else 128) * k
+        for k in range(count):
+            offset = head * (self.partial_row * 4) + part * 16 + (160 if self.fp8 else 128) * (first + k)
             row = [load_x4(at + offset) for at in places]
             o += [softmax.weighted_sum([x[i] for x in row], factors) for i in range(4)]
         return m, l, o
@@ -278,6 +279,14 @@ class HeadTile:
             before = smem.load_f32x4(mine + i * 512)
             scaled = [ptx.multiply(x, old[k >> 1]) for k, x in enumerate(before)]
             smem.store_f32x4(mine + i * 512, [ptx.fma(O[4 * i + k], new[k >> 1], scaled[k]) for k in range(4)])
+        self.clear(state, O)
+
+    def keep_chain(self, outer, mine, state, O):
+        """outer = a finished chain, and the next starts."""
+        for i in range(4):
+            outer[i] = state[i]
+        for i in range(16):
+            smem.store_f32x4(mine + i * 512, [O[4 * i + k] for k in range(4)])
         self.clear(state, O)
 
     def take_outer(self, outer, mine, state, O):

@@ -17,7 +17,7 @@ from m3_sparse import ops
 DEVICE = "cuda"
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), (FP16, E5M2)]
-SPLITS = (1, 4, 16)  # CTAs a row
+SPLITS = (1, 2, 4, 16)  # CTAs a row
 INF = float("inf")
 
 
@@ -402,7 +402,7 @@ def test_the_next_kernel_and_the_one_before():
             target.copy_(source)
         for name in live_options:
             live_options[name].copy_(options[name])
-        out, lse = run(live_args, live_options, SPLITS[i % 3])
+        out, lse = run(live_args, live_options, SPLITS[i % len(SPLITS)])
         results.append((out + 0, lse + 0))
     torch.cuda.synchronize()
     for i, result in enumerate(results):
@@ -417,7 +417,7 @@ def test_back_to_back_calls_of_one_stream():
     def chain(wait):
         x = q
         for i in range(64):
-            x, _ = run((x, *rest), options, SPLITS[i % 3])
+            x, _ = run((x, *rest), options, SPLITS[i % len(SPLITS)])
             if wait:
                 torch.cuda.synchronize()
         return x
@@ -434,7 +434,7 @@ def test_two_streams():
     for i in range(60):
         for stream, problem, result in zip(streams, problems, results):
             with torch.cuda.stream(stream):
-                result.append(run(*problem, SPLITS[i % 3]))
+                result.append(run(*problem, SPLITS[i % len(SPLITS)]))
     torch.cuda.synchronize()
     for result, right in zip(results, want):
         for one in result:

@@ -37,10 +37,12 @@ struct Program {
 
 #define M3_DECODE(dtype)                                                \
   static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s1));  \
+  static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s2));  \
   static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s4));  \
   static_assert(DecodeParams::match_all(cubins::decode_##dtype##_s16)); \
   Program program_##dtype(int splits) {                                 \
     if (splits == 1) return cubins::decode_##dtype##_s1;                \
+    if (splits == 2) return cubins::decode_##dtype##_s2;                \
     if (splits == 4) return cubins::decode_##dtype##_s4;                \
     return cubins::decode_##dtype##_s16;                                \
   }
@@ -77,11 +79,11 @@ I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->nu
 //   16 rows   18.4 10.3 10.3 / 17.6 10.0 9.9      32   19.7 14.9 19.0 / 17.7 12.4 13.7
 //   64        23.3 25.7 30.0 / 19.0 17.4 21.8    128   36.9 47.7 51.7 / 23.7 33.3 37.6
 // Mirrored by `decode_splits` in tests/test_decode.py.
-int decode_splits(std::int64_t rows, std::int64_t width, bool fp8, int multiprocessors) {
+int decode_splits(std::int64_t rows, std::int64_t width, [[maybe_unused]] bool fp8, int multiprocessors) {
   // All CTAs of 16 a row run at once, two on an SM: the shortest chain wins.
   if (width <= 16 && 8 * rows <= multiprocessors) return 16;
-  // fp8 rows wait for arithmetic more than for memory, so sharing one pays a little longer.
-  if ((fp8 ? 2 : 4) * rows <= multiprocessors) return 4;
+  if (4 * rows <= multiprocessors) return 4;
+  if (rows <= multiprocessors) return 2;
   return 1;  // the prologue and the merges are paid once a row
 }
 
