@@ -11,13 +11,11 @@ check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
 
 
-def decode_splits(rows, width, fp8, multiprocessors=MULTIPROCESSORS):
+def decode_splits(rows, width, multiprocessors=MULTIPROCESSORS):
     """The choice of torch-ext/launch/decode.cpp."""
-    if width <= 16 and 8 * rows <= multiprocessors:
-        return 16
-    if 4 * rows <= multiprocessors:
-        return 4
-    return 2 if rows <= multiprocessors else 1
+    if 8 * rows <= multiprocessors:
+        return 16 if width <= 16 else 4
+    return 2 if 2 * rows <= multiprocessors else 1
 
 
 def program(kv, splits, arch="sm90a"):
@@ -105,16 +103,15 @@ def chooses_the_splits_by_shape(driver):
         (529, 529, (16, 1), 16), (8, 1, (64, 4), 16), (64, 16, (64, 4), 16), (66, 33, (4, 2), 32), (65, 33, (4, 2), 32),
     ):  # fmt: skip
         attend(*problem(tokens=tokens, batch=requests, heads=heads, topk=topk))
-        want = decode_splits(tokens * heads[1], topk, False)
+        want = decode_splits(tokens * heads[1], topk)
         launch = driver.launches.pop()
         assert launch.entry == program("bf16", want), (tokens, requests, heads, topk)
         assert launch.grid == (tokens * want, heads[1], 1)
-    for rows in (1, 16, 17, 33, 34, 132, 133, 5000):
+    for rows in (1, 16, 17, 66, 67, 5000):
         attend(*problem(kv="float8_e4m3fn", tokens=rows, batch=rows, heads=(16, 1)))
-        assert driver.launches.pop().entry == program("e4m3", decode_splits(rows, 16, True))
-    assert [decode_splits(n, 16, False) for n in (1, 16, 17, 33, 34, 132, 133)] == [16, 16, 4, 4, 2, 2, 1]
-    assert [decode_splits(n, 16, True) for n in (16, 17, 33, 34, 132, 133)] == [16, 4, 4, 2, 2, 1]
-    assert decode_splits(1, 17, False) == 4
+        assert driver.launches.pop().entry == program("e4m3", decode_splits(rows, 16))
+    assert [decode_splits(n, 16) for n in (1, 16, 17, 66, 67)] == [16, 16, 2, 2, 1]
+    assert [decode_splits(n, 17) for n in (16, 17)] == [4, 2]
 
 
 @check

@@ -26,7 +26,7 @@ Order of the sums (why the bits are the same whatever the batch, the grid and `s
         4         one chain                    groups                 quarters
         16        one unit (c <= 4)            links of a chain       4 quarter + group
     With splits = 1 a warp keeps the sum over its groups in shared memory while a chain is in registers; with splits = 2
-    it keeps its first chain there. ((g0 + g1) + g2) + g3 needs the chains one by one, ((q0 + q1) + q2) + q3 the quarters.
+    it keeps its first chain there: ((g0 + g1) + g2) + g3 needs the chains one by one, as it needs the quarters.
 
 Shared memory (bytes a CTA)
     rings     4 warps x stages x 2 slabs: 64 KiB (16-bit: 1 stage; fp8: 2); at the end each warp's partial, m and l

@@ -74,16 +74,15 @@ I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->nu
 
 }  // namespace
 
-// Thresholds in rows on 132 multiprocessors, from the sweep in docs/measurements (H200, 64/4 heads, kv 32k, us for 1, 4
-// and 16 CTAs a row; bf16 / fp8):
-//   16 rows   18.4 10.3 10.3 / 17.6 10.0 9.9      32   19.7 14.9 19.0 / 17.7 12.4 13.7
-//   64        23.3 25.7 30.0 / 19.0 17.4 21.8    128   36.9 47.7 51.7 / 23.7 33.3 37.6
+// Thresholds in rows on 132 multiprocessors, from the sweep in docs/measurements (H200, 64/4 heads, kv 32k, us for 1,
+// 2, 4 and 16 CTAs a row; bf16 / fp8):
+//   16 rows   18.6 12.1 10.7 10.7 / 17.3 11.2 9.8 9.8         32   20.2 14.8 15.2 19.6 / 18.0 12.2 12.7 13.9
+//   64        24.4 23.0 26.4 30.9 / 19.1 16.2 17.7 21.9      128   38.4 38.9 49.5 53.6 / 24.0 24.5 33.6 37.8
 // Mirrored by `decode_splits` in tests/test_decode.py.
-int decode_splits(std::int64_t rows, std::int64_t width, [[maybe_unused]] bool fp8, int multiprocessors) {
-  // All CTAs of 16 a row run at once, two on an SM: the shortest chain wins.
-  if (width <= 16 && 8 * rows <= multiprocessors) return 16;
-  if (4 * rows <= multiprocessors) return 4;
-  if (rows <= multiprocessors) return 2;
+int decode_splits(std::int64_t rows, std::int64_t width, int multiprocessors) {
+  // All CTAs of 16 a row run at once, two on an SM: the shortest chain wins. It takes 16 blocks at most.
+  if (8 * rows <= multiprocessors) return width <= 16 ? 16 : 4;
+  if (2 * rows <= multiprocessors) return 2;
   return 1;  // the prologue and the merges are paid once a row
 }
 
@@ -92,8 +91,7 @@ void decode(const DecodeArguments& a, int splits, bool overlap) {
   if (tokens * heads == 0) return;
   const I64 q_size = 2, kv_size = a.k_cache.element_size(), page = a.k_cache.size(2), width = a.block_table.size(1);
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
-  if (splits == 0)
-    splits = decode_splits(tokens * heads, a.block_indices.size(2), kv_size == 1, launch::multiprocessors(device));
+  if (splits == 0) splits = decode_splits(tokens * heads, a.block_indices.size(2), launch::multiprocessors(device));
   const Program program = program_for(a.k_cache.scalar_type(), splits);
   DecodeParams params{{a.q.data_ptr(),
                        a.k_cache.data_ptr(),

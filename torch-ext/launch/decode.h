@@ -26,9 +26,9 @@ struct DecodeArguments {
   bool causal;
 };
 
-// CTAs of a row (token and KV head), a cluster: 1, 4 or 16 (selections of at most 16 blocks). By shape, dtype and
-// device alone; the result has the same bits for each, only the time differs.
-int decode_splits(std::int64_t rows, std::int64_t width, bool fp8, int multiprocessors);
+// CTAs of a row (token and KV head), a cluster: 1, 2, 4 or 16 (selections of at most 16 blocks). By shape and device
+// alone; the result has the same bits for each, only the time differs.
+int decode_splits(std::int64_t rows, std::int64_t width, int multiprocessors);
 
 // kernel-src/neutral/decode.py. `splits` 0: those of `decode_splits`. `overlap`: the launch may start before the kernel
 // ahead of it in the stream has ended.
