@@ -74,8 +74,3 @@ def natural_lse(m, l):
 
 def inverse_or_zero(l):
     return ptx.select(l == Float32(0.0), Float32(0.0), ptx.reciprocal(l))
-
-
-def power_of_two_bits(exponent):
-    """2^exponent for a normal fp32, from an integer register."""
-    return ptx.f32_from_bits((exponent + Int32(127)) << 23)

@@ -82,7 +82,7 @@ def select_blocks(
         topk: blocks per row and head, >= 1. local_blocks, init_blocks: >= 0, together at most topk.
         out: [T, Hi, topk] int32 of any strides to write into.
         return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]; without it the torch
-            backend never stores them as a whole; the kernels, which take at most 16 rows a request, use a workspace of
+            backend never stores them as a whole; the kernels, which take at most 32 rows a request on average, use a workspace of
             this size.
 
     Returns:
