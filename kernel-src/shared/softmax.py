@@ -12,7 +12,7 @@ warp or CTA merged. A kernel that fixes the order of its terms gets the same bit
 A piece with nothing visible has m = EMPTY, l = 0, o = 0.
 """
 
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from shared import ptx
 
