@@ -89,6 +89,11 @@ def maximum(a, b):
     return asm("max.f32 $0, $1, $2;", "f", "ff", [a, b], False)[0]
 
 
+def maximum_in_order(a, b):
+    """As `maximum`; stays behind the waits before it."""
+    return asm("max.f32 $0, $1, $2;", "f", "ff", [a, b])[0]
+
+
 def fma(a, b, c):
     return asm("fma.rn.f32 $0, $1, $2, $3;", "f", "fff", [a, b, c], False)[0]
 
@@ -244,6 +249,15 @@ def store_words_if(address, words, ok):
 def barrier():
     """All threads of the CTA."""
     asm("bar.sync 0;", "", "", [])
+
+
+def named_barrier(number, threads):
+    """`threads` of the CTA, some of which only arrive; barrier 0 is `barrier`."""
+    asm(f"bar.sync $0, {threads};", "", "r", [number])
+
+
+def named_barrier_arrive(number, threads):
+    asm(f"bar.arrive $0, {threads};", "", "r", [number])
 
 
 def warp_barrier():

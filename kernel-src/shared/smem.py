@@ -68,6 +68,15 @@ def store_i32x4(a, v):
     asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", [a] + list(v))
 
 
+def store_i32(a, x):
+    asm("st.shared.b32 [$0], $1;", "", "rr", [a, x])
+
+
+def fence_to_async():
+    """What this thread stored may now be read by asynchronous copies and wgmma."""
+    asm("fence.proxy.async.shared::cta;", "", "", [])
+
+
 # ---- asynchronous copies
 
 
@@ -108,6 +117,10 @@ def cluster_arrive_relaxed():
 def mbarrier_init(a, arrivals):
     """By one thread, followed by a barrier (of the cluster, if its other CTAs use it too)."""
     asm("mbarrier.init.shared::cta.b64 [$0], $1; fence.mbarrier_init.release.cluster;", "", "rr", [a, arrivals])
+
+
+def mbarrier_arrive(a):
+    asm("mbarrier.arrive.shared::cta.b64 _, [$0];", "", "r", [a])
 
 
 def mbarrier_expect(a, count):

@@ -1,0 +1,101 @@
+"""The best blocks of a row as a list in one thread's registers: (key, id) in descending order, the lower id first among
+equal keys. Keys are those of shared/select.py.
+
+Blocks must be offered in ascending order of ids: an equal key then never passes one that is listed.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from shared import ptx, select
+
+NO_ID = 2147483647
+
+
+def clear(keys, ids, length):
+    for j in range(length):
+        keys[j] = Int32(select.NONE)
+        ids[j] = Int32(NO_ID)
+
+
+def insert(keys, ids, length, key, block):
+    """Offer a block with key > keys[length - 1]."""
+    above = [key > keys[j] for j in range(length)]
+    new_keys, new_ids = [ptx.maximum_i32(keys[0], key)], [ptx.select(above[0], block, ids[0])]
+    for j in range(1, length):
+        new_keys.append(ptx.maximum_i32(keys[j], ptx.minimum_i32(keys[j - 1], key)))
+        new_ids.append(ptx.select(above[j - 1], ids[j - 1], ptx.select(above[j], block, ids[j])))
+    for j in range(length):
+        keys[j], ids[j] = new_keys[j], new_ids[j]
+
+
+def merge(keys, ids, other_keys, other_ids, length):
+    """keys, ids = the best of both lists. Every id of the other list is above every id of this one."""
+    pairs = []
+    for j in range(length):
+        stays = keys[j] >= other_keys[length - 1 - j]
+        pairs.append(
+            (ptx.select(stays, keys[j], other_keys[length - 1 - j]), ptx.select(stays, ids[j], other_ids[length - 1 - j]))
+        )
+    # Bitonic: a falling and a rising run. Half-cleaners put it in order.
+    distance = length // 2
+    while distance:
+        for j in range(length):
+            if j & distance == 0:
+                (key, block), (far_key, far_block) = pairs[j], pairs[j + distance]
+                ordered = (key > far_key) | ((key == far_key) & (block < far_block))
+                pairs[j] = ptx.select(ordered, key, far_key), ptx.select(ordered, block, far_block)
+                pairs[j + distance] = ptx.select(ordered, far_key, key), ptx.select(ordered, far_block, block)
+        distance //= 2
+    for j in range(length):
+        keys[j], ids[j] = pairs[j]
+
+
+def sorting_network(n):
+    """Comparators (low, high) of Batcher's odd-even merge sort, n a power of two."""
+    comparators, p = [], 1
+    while p < n:
+        k = p
+        while k >= 1:
+            for j in range(k % p, n - k, 2 * k):
+                for i in range(min(k, n - j - k)):
+                    if (i + j) // (2 * p) == (i + j + k) // (2 * p):
+                        comparators.append((i + j, i + j + k))
+            k //= 2
+        p *= 2
+    return comparators
+
+
+@cute.jit
+def write_selection(
+    row: Int64,  # where the row's ids go
+    slot_stride: Int64,
+    vectors: Int32,  # 1: ids are contiguous, 16-byte aligned, and topk is a multiple of 4
+    ids: cute.Tensor,
+    length: cutlass.Constexpr,
+    candidates: Int32,
+    topk: Int32,
+    local_blocks: Int32,
+    init_blocks: Int32,
+):
+    """The ids of a row with more than topk candidates, ascending: the forced ones and as many of the list as there is
+    room for."""
+    room = topk - local_blocks - init_blocks
+    chosen = []
+    for j in cutlass.range_constexpr(length):
+        forced = Int32(j) - room
+        block = ptx.select(forced < init_blocks, forced, candidates - local_blocks + (forced - init_blocks))
+        block = ptx.select(forced < init_blocks + local_blocks, block, Int32(NO_ID))
+        chosen.append(ptx.select(forced < 0, ids[j], block))
+    for low, high in sorting_network(length):
+        a, b = chosen[low], chosen[high]
+        chosen[low], chosen[high] = ptx.minimum_i32(a, b), ptx.maximum_i32(a, b)
+    if vectors != 0:
+        for j in cutlass.range_constexpr(0, length, 4):
+            if j < topk:
+                ptx.store_words(row + Int64(4 * j), chosen[j : j + 4])
+    else:
+        for j in cutlass.range_constexpr(length):
+            if j < topk:
+                ptx.store_words(row + Int64(j) * slot_stride, [chosen[j]])

@@ -1,0 +1,864 @@
+"""Prefill score: block scores of many query rows, and the best blocks of each without a score in memory. Ops:
+select_blocks, block_scores.
+
+Problem
+    score[i, h, block] = max over the visible tokens t of the block of dot(index_q[i, h], index_k[t]), fp32, and the top-k
+    of topk.py over each row. Two variants of one kernel: `top16` and `top32` keep each row's best blocks in registers,
+    `scores` writes the scores (semantics of decode_score.py, but only candidates and their tile's blocks are written).
+    Same instructions, same bits in both.
+    T (L + 1) / 2 * Hi * 256 operations for T rows over L causal keys; at 4 heads and 32k that is 0.55 TFLOP for 8 MiB
+    of keys: bound by the MMA (bf16: 0.70 ms at 790 TFLOP/s).
+
+Tile picture
+    A tile is ROWS = 256 rows (128 for `top32`) of one request: tokens x heads, heads fastest. Of a tile's blocks those
+    are scored that its last row needs: no forced ones, so with a local block there is no mask either. A unit is (tile,
+    block). All units in order (query_tiles.py) are cut into equal contiguous ranges, one a CTA and one CTA a
+    multiprocessor. What a tile cut in two leaves, two lists a row, is folded by the second kernel of this file.
+    Rows that have no more candidates than topk need no score. They are written by three otherwise idle warps.
+
+Roles (384 threads)
+    warp 0        page numbers, TMA: keys by 64 tokens into a ring of stages, queries once a tile; and a record of each
+                  tile, from which the consumers learn all they know of it.
+    warps 1 - 3   rows without scores; with fp8 keys and 16-bit queries they widen each key stage to fp16, exactly.
+    warps 4 - 11  two warpgroups of 128 rows (64). Queries stay in registers as the A operand; a block is two (one) wgmma
+                  chains m64n128 over 128 dims into their own accumulators. The warpgroups take turns: one's maxima
+                  under the other's MMAs. The maximum over 128 keys: 32 columns in the thread, then two exchanges, after
+                  which every thread has one row. It keeps that row's list (ranking.py); most blocks end at one
+                  comparison.
+
+Order
+    A score depends on its row and block only. Selection is exact in (fp32 score, lower id), so neither the cut nor the
+    batch can show.
+
+Budget
+    Shared memory: queries 64 KiB, key stages 4 x 32 KiB (fp8: 8 x 16; widened: 3 x 32 and 2 x 16 as stored).
+    Registers: 128 accumulators, 64 of queries, 32 of the list; 240 of a consumer, 32 of the others.
+    Issue slots of a block: MMA 2,048 clocks (fp8 1,024) a multiprocessor; maxima about 160 instructions a warp.
+
+Limits
+    head_dim 128; pages of 64 or 128; a power of two of heads up to 64; T < 2^30, T * heads < 2^31; fewer than 2^31 units
+    by shape; what tensor maps need (bases and strides multiples of 16 bytes, no stride of 0). Lengths, offsets and pages
+    are data and may be anything. A page outside the cache contributes nothing.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from shared import fit_fp16, mma, ptx, query_tiles, ranking, select, smem, tma
+from shared.program import Program
+
+BLOCK = 128
+DIMS = 128
+HALF = 64  # keys of a TMA box
+THREADS = 384
+WIDENERS = 96
+CONSUMER_WARPS = 8
+NEG_INF = float("-inf")
+RECORD_BYTES = 32
+# A CTA's least share of a topk variant: a tile cut into many parts costs more to fold than to score.
+LEAST_UNITS = 4
+
+MMA_TYPES = {"bf16": BFloat16, "f16": Float16, "e4m3": Float8E4M3FN}
+# (query, key) -> type of the MMA. fp8 keys are widened to fp16 unless the queries are fp8 as well.
+DTYPES = {
+    ("bf16", "bf16"): "bf16",
+    ("f16", "f16"): "f16",
+    ("bf16", "e4m3"): "f16",
+    ("f16", "e4m3"): "f16",
+    ("e4m3", "e4m3"): "e4m3",
+}
+# name -> (length of a row's list, m64 tiles of a warpgroup)
+VARIANTS = {"top16": (16, 2), "top32": (32, 1), "scores": (0, 2)}
+
+
+def units_of_cta(total, ctas, least):
+    return ptx.maximum_i32(ptx.divide_u32(total + ctas - 1, ctas), Int32(least))
+
+
+class PrefillScore:
+    """One variant of the kernel."""
+
+    def __init__(self, query, key, variant):
+        self.query, self.key = query, key
+        self.length, self.tiles = VARIANTS[variant]
+        self.mma_type = MMA_TYPES[DTYPES[query, key]]
+        self.widen = key == "e4m3" and query != "e4m3"
+        self.normalise = self.widen and query == "bf16"
+        self.query_type = MMA_TYPES[query]
+        self.key_type = MMA_TYPES[key]
+        self.rows = 128 * self.tiles
+        self.row_bits = 6 + self.tiles
+        self.least_units = LEAST_UNITS if self.length else 1
+        element = 1 if query == "e4m3" else 2
+        self.chunks = element  # of 128 bytes, of a query or of a key as the MMA reads it
+        self.stage_bytes = BLOCK * DIMS * element
+        self.stored_bytes = BLOCK * DIMS * (1 if key == "e4m3" else 2)
+        self.stages = 3 if self.widen else 8 if element == 1 else 4
+        self.stored_stages = 2 if self.widen else 0
+        self.query_bytes = self.rows * DIMS * element
+        self.score_mode = self.length == 0
+        # Shared memory after the stages.
+        at = self.stages * self.stage_bytes
+        self.stored_at = at
+        at += self.stored_stages * self.stored_bytes
+        self.query_at = at
+        at += self.query_bytes
+        self.record_at = at
+        at += 2 * RECORD_BYTES
+        self.flags_at = at  # of a stage: bit h set if its half h is there
+        at += 4 * self.stages
+        self.stored_flags_at = at
+        at += 4 * self.stored_stages
+        at = (at + 15) & ~15
+        self.barriers_at = at
+        count = 2 * self.stages + 2 * self.stored_stages + 2
+        self.dynamic_smem = at + 8 * count
+
+    # ---- addresses of barriers
+
+    def full(self, base, stage):
+        return base + self.barriers_at + stage * 8
+
+    def empty(self, base, stage):
+        return base + self.barriers_at + (self.stages + stage) * 8
+
+    def stored(self, base, stage):
+        return base + self.barriers_at + (2 * self.stages + stage) * 8
+
+    def taken(self, base, stage):
+        return base + self.barriers_at + (2 * self.stages + self.stored_stages + stage) * 8
+
+    def query_full(self, base):
+        return base + self.barriers_at + (2 * self.stages + 2 * self.stored_stages) * 8
+
+    def query_empty(self, base):
+        return self.query_full(base) + 8
+
+    def init_barriers(self, base):
+        for stage in range(self.stages):
+            smem.mbarrier_init(self.full(base, stage), Int32(WIDENERS if self.widen else 1))
+            smem.mbarrier_init(self.empty(base, stage), Int32(CONSUMER_WARPS))
+        for stage in range(self.stored_stages):
+            smem.mbarrier_init(self.stored(base, stage), Int32(1))
+            smem.mbarrier_init(self.taken(base, stage), Int32(WIDENERS))
+        smem.mbarrier_init(self.query_full(base), Int32(1))
+        smem.mbarrier_init(self.query_empty(base), Int32(CONSUMER_WARPS))
+
+    # ---- the producer: warp 0
+
+    def load_page(self, table, token, page_shift, table_width):
+        entry = token >> page_shift
+        return ptx.load_i32_if(table + Int64(entry) * 4, Int32(entry < table_width), -1)
+
+    @cute.jit
+    def load_keys(self, map_k: Int64, target: Int32, barrier: Int32, flags_at: Int32, pages: cute.Tensor, places: cute.Tensor, num_pages: Int32):
+        """The two halves of a block, by one thread; a half on no page is left out."""
+        bytes_half = self.stored_bytes // 2
+        there = [Int32((pages[h] >= 0) & (pages[h] < num_pages)) for h in range(2)]
+        smem.store_i32(flags_at, there[0] + 2 * there[1])
+        smem.mbarrier_expect(barrier, (there[0] + there[1]) * bytes_half)
+        for half in cutlass.range_constexpr(2):
+            if there[half] != 0:
+                for chunk in cutlass.range_constexpr(self.stored_bytes // (BLOCK * 128)):
+                    place = target + chunk * (BLOCK * 128) + half * (HALF * 128)
+                    coordinates = (Int32(chunk * 64), places[half], pages[half])
+                    tma.load(place, map_k, coordinates, barrier)
+
+    @cute.jit
+    def produce(
+        self,
+        base: Int32,
+        map_q: Int64,
+        map_k: Int64,
+        block_table: Int64,
+        cu_seqlens_q: Int64,
+        seqused_k: Int64,
+        table_stride: Int64,
+        num_tokens: Int32,
+        num_requests: Int32,
+        tile_shift: Int32,
+        num_pages: Int32,
+        table_width: Int32,
+        page_shift: Int32,
+        first_scored: Int32,
+        free_blocks: Int32,
+        first_block: Int32,
+        lane: Int32,
+        cta: Int32,
+        ctas: Int32,
+    ):
+        reach = table_width << page_shift
+        data = (cu_seqlens_q, seqused_k, num_requests, num_tokens, reach, first_scored, tile_shift, free_blocks, lane)
+        total = query_tiles.count_units(*data[:8], lane)
+        share = units_of_cta(total, ctas, self.least_units)
+        unit = cta * share
+        end = ptx.minimum_i32(unit + share, total)
+        in_page = (Int32(1) << page_shift) - 1
+        pages = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+        places = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+        next_pages = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+        group, group_base, request = Int32(0), Int32(0), Int32(0)
+        token, position, rows, tile, tile_base = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        stage, phase, slot = Int32(0), Int32(1), Int32(0)
+        query_phase = Int32(1)
+        while unit < end:
+            if (tile << tile_shift) >= rows:
+                group, group_base, request, token, position, rows, tile, tile_base = query_tiles.locate_unit(
+                    unit, group, group_base, *data
+                )
+            done = tile << tile_shift
+            count = ptx.minimum_i32(rows - done, Int32(1) << tile_shift)
+            units = query_tiles.candidates(position + done + count - 1) - free_blocks
+            begin = unit - tile_base
+            stop = ptx.minimum_i32(units, end - tile_base)
+            if (rows <= 0) | (begin < 0) | (stop <= begin):  # the lengths changed under the launch
+                end = unit
+            else:
+                table = block_table + Int64(request) * table_stride
+                block, last = first_block + begin, first_block + stop
+                for half in cutlass.range_constexpr(2):
+                    next_pages[half] = self.load_page(table, block * BLOCK + HALF * half, page_shift, table_width)
+                smem.mbarrier_wait(self.query_empty(base), query_phase)
+                if lane == 0:
+                    record = base + self.record_at + slot * RECORD_BYTES
+                    whole = Int32((begin == 0) & (stop == units))
+                    part = 2 * cta + Int32(begin == 0)
+                    smem.store_i32x4(record, [token + done, count, position + done, block])
+                    smem.store_i32x4(record + 16, [last, whole, part, Int32(1)])
+                    smem.mbarrier_expect(self.query_full(base), Int32(self.query_bytes))
+                    for chunk in cutlass.range_constexpr(self.chunks):
+                        target = base + self.query_at + chunk * (self.rows * 128)
+                        tma.load(target, map_q, (Int32(chunk * 64), Int32(0), token + done), self.query_full(base))
+                slot = slot ^ 1
+                query_phase = query_phase ^ 1
+                for b in cutlass.range(block, last, unroll=1):
+                    for half in cutlass.range_constexpr(2):
+                        pages[half] = next_pages[half]
+                        places[half] = (b * BLOCK + HALF * half) & in_page
+                        ahead = (b + 1) * BLOCK + HALF * half
+                        next_pages[half] = self.load_page(table, ahead, page_shift, table_width)
+                    if cutlass.const_expr(self.widen):
+                        smem.mbarrier_wait(self.taken(base, stage), phase)
+                        if lane == 0:
+                            target = base + self.stored_at + stage * self.stored_bytes
+                            flags = base + self.stored_flags_at + stage * 4
+                            self.load_keys(map_k, target, self.stored(base, stage), flags, pages, places, num_pages)
+                    else:
+                        smem.mbarrier_wait(self.empty(base, stage), phase)
+                        if lane == 0:
+                            target = base + stage * self.stage_bytes
+                            flags = base + self.flags_at + stage * 4
+                            self.load_keys(map_k, target, self.full(base, stage), flags, pages, places, num_pages)
+                    stage = stage + 1
+                    if stage == (self.stored_stages if self.widen else self.stages):
+                        stage = Int32(0)
+                        phase = phase ^ 1
+                unit = tile_base + stop
+                if stop == units:
+                    tile = tile + 1
+                    tile_base = unit
+        # Nothing more to come.
+        smem.mbarrier_wait(self.query_empty(base), query_phase)
+        if lane == 0:
+            record = base + self.record_at + slot * RECORD_BYTES
+            smem.store_i32x4(record + 16, [Int32(0), Int32(0), Int32(0), Int32(0)])
+            smem.mbarrier_arrive(self.query_full(base))
+        if cutlass.const_expr(self.widen):
+            smem.mbarrier_wait(self.taken(base, stage), phase)
+            if lane == 0:
+                smem.store_i32(base + self.stored_flags_at + stage * 4, Int32(-1))
+                smem.mbarrier_arrive(self.stored(base, stage))
+
+    # ---- warps 1 - 3
+
+    @cute.jit
+    def widen_keys(self, base: Int32, worker: Int32):
+        """Every stage of e4m3 keys to a stage of fp16 keys, until the producer's last."""
+        source, source_phase = Int32(0), Int32(0)
+        stage, phase = Int32(0), Int32(1)
+        more = Int32(1)
+        while more != 0:
+            smem.mbarrier_wait(self.stored(base, source), source_phase)
+            flags = smem.load_i32(base + self.stored_flags_at + source * 4)
+            if flags < 0:
+                more = Int32(0)
+            else:
+                smem.mbarrier_wait(self.empty(base, stage), phase)
+                stored = base + self.stored_at + source * self.stored_bytes
+                wide = base + stage * self.stage_bytes
+                for i in cutlass.range(worker, BLOCK * 8, WIDENERS, unroll=2):
+                    row, chunk = i >> 3, i & 7
+                    words = smem.load_i32x4(stored + row * 128 + ((chunk ^ (row & 7)) << 4))
+                    pairs = [mma.widen_e4m3(w) for w in words]
+                    # 16 dims: two chunks of the row, in the first or second half of the dims.
+                    place = wide + (chunk >> 2) * (BLOCK * 128) + row * 128
+                    first = (chunk & 3) * 2
+                    smem.store_i32x4(place + ((first ^ (row & 7)) << 4), pairs[0] + pairs[1])
+                    smem.store_i32x4(place + (((first + 1) ^ (row & 7)) << 4), pairs[2] + pairs[3])
+                if worker == 0:
+                    smem.store_i32(base + self.flags_at + stage * 4, flags)
+                smem.fence_to_async()
+                smem.mbarrier_arrive(self.full(base, stage))
+                smem.mbarrier_arrive(self.taken(base, source))
+                source = source + 1
+                if source == self.stored_stages:
+                    source = Int32(0)
+                    source_phase = source_phase ^ 1
+                stage = stage + 1
+                if stage == self.stages:
+                    stage = Int32(0)
+                    phase = phase ^ 1
+
+    @cute.jit
+    def write_rows_without_scores(
+        self,
+        out: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        slot_stride: Int64,
+        cu_seqlens_q: Int64,
+        seqused_k: Int64,
+        num_tokens: Int32,
+        num_requests: Int32,
+        head_shift: Int32,
+        reach: Int32,
+        topk: Int32,
+        worker: Int32,
+        workers: Int32,
+        lane: Int32,
+    ):
+        """Rows with at most topk candidates take them all; rows of no request have none."""
+        for first in cutlass.range(0, num_requests + 1, 32, unroll=1):
+            start, tokens, position = query_tiles.load_request(
+                cu_seqlens_q, seqused_k, first + lane, num_requests, num_tokens, reach
+            )
+            tokens = ptx.clamp(topk * BLOCK - position, Int32(0), tokens)
+            if first + lane == num_requests:
+                start = ptx.clamp(ptx.load_i32(cu_seqlens_q + Int64(num_requests) * 4), Int32(0), num_tokens)
+                tokens = num_tokens - start
+                position = Int32(-(1 << 31))  # no candidates at any of them
+            left = ptx.ballot(Int32(tokens > 0))
+            while left != 0:
+                which = ptx.count_bits((left & (0 - left)) - 1)
+                left = left & (left - 1)
+                first_token, rows = ptx.shuffle(start, which), ptx.shuffle(tokens, which) << head_shift
+                first_position = ptx.shuffle(position, which)
+                for r in cutlass.range(worker, rows, workers, unroll=1):
+                    token = r >> head_shift
+                    head = r - (token << head_shift)
+                    n = query_tiles.candidates(first_position + token)
+                    row = out + Int64(first_token + token) * token_stride + Int64(head) * head_stride
+                    for j in cutlass.range(topk, unroll=1):
+                        ptx.store_words(row + Int64(j) * slot_stride, [ptx.select(j < n, j, Int32(-1))])
+
+    # ---- consumers: warps 4 - 11
+
+    def load_queries(self, base, first_row, lane):
+        """The A operand of 64 rows, this warp's 16 of them from `first_row` on, as words."""
+        words = []
+        row = first_row + (lane & 15)
+        for step in range(4 * self.chunks):
+            chunk = 2 * step + (lane >> 4)
+            place = base + self.query_at + (chunk >> 3) * (self.rows * 128) + row * 128
+            words += mma.load_matrices(place + (((chunk & 7) ^ (lane & 7)) << 4))
+        return words
+
+    def issue(self, tiled, accumulator, queries, keys):
+        warpgroup.fence()
+        atom = cute.make_mma_atom(tiled.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        for k in range(cute.size(queries.shape[2])):
+            cute.gemm(atom, accumulator, queries[None, None, k], keys[None, None, k], accumulator)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    def largest(self, accumulator, flags, odd, visible):
+        """Maximum over the block's keys of one of this thread's two rows: the second for odd lanes.
+
+        `visible`: None, or for both rows the number of visible keys less this thread's first."""
+        results = []
+        for row in range(2):
+            halves = []
+            for half in range(2):
+                values = []
+                for n in range(8 * half, 8 * half + 8):
+                    for c in range(2):
+                        value = accumulator[c + 2 * row + 4 * n]
+                        if visible is not None:
+                            value = ptx.select(visible[row] > 8 * n + c, value, Float32(NEG_INF))
+                        values.append(value)
+                values = [ptx.maximum_in_order(values[i], values[i + 8]) for i in range(8)]
+                while len(values) > 1:
+                    values = [ptx.maximum(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
+                halves.append(ptx.select((flags & (1 + half)) != 0, values[0], Float32(NEG_INF)))
+            results.append(ptx.maximum(*halves))
+        keep, send = ptx.select(odd, results[1], results[0]), ptx.select(odd, results[0], results[1])
+        return ptx.maximum(keep, ptx.shuffle_xor_f32(send, 1))
+
+    @cute.kernel
+    def kernel(
+        self,
+        map_q: cute.CopyAtom,
+        map_k: cute.CopyAtom,
+        out: Int64,  # ids or scores
+        parts: Int64,
+        block_table: Int64,
+        cu_seqlens_q: Int64,
+        seqused_k: Int64,
+        out_token_stride: Int64,  # all strides in bytes
+        out_head_stride: Int64,
+        out_slot_stride: Int64,
+        table_stride: Int64,
+        num_tokens: Int32,
+        num_requests: Int32,
+        head_shift: Int32,  # log2(heads)
+        num_pages: Int32,
+        table_width: Int32,
+        page_shift: Int32,  # 6 or 7
+        topk: Int32,
+        local_blocks: Int32,
+        init_blocks: Int32,
+        vectors: Int32,  # ranking.write_selection
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.mma_type)
+        layout = cute.tile_to_shape(atom, (BLOCK, DIMS, self.stages), (0, 1, 2))
+        key_stages = cutlass.utils.SmemAllocator().allocate_tensor(
+            self.mma_type, layout.outer, 1024, swizzle=layout.inner
+        )
+        base = smem.base(1024)  # the allocator's first address
+        q_map, k_map = tma.address(map_q), tma.address(map_k)
+        if thread == 0:
+            tma.prefetch(q_map)
+            tma.prefetch(k_map)
+            self.init_barriers(base)
+        ptx.barrier()
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        tile_shift = Int32(self.row_bits) - head_shift
+        reach = table_width << page_shift
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(32)
+            if warp == 0:
+                # A row of more than topk candidates is scored; its forced blocks are not.
+                if cutlass.const_expr(self.score_mode):
+                    first_scored, free_blocks, first_block = Int32(0), Int32(0), Int32(0)
+                else:
+                    first_scored, free_blocks, first_block = topk * BLOCK, local_blocks + init_blocks, init_blocks
+                self.produce(
+                    base,
+                    q_map,
+                    k_map,
+                    block_table,
+                    cu_seqlens_q,
+                    seqused_k,
+                    table_stride,
+                    num_tokens,
+                    num_requests,
+                    tile_shift,
+                    num_pages,
+                    table_width,
+                    page_shift,
+                    first_scored,
+                    free_blocks,
+                    first_block,
+                    lane,
+                    cta,
+                    ctas,
+                )
+            else:
+                if cutlass.const_expr(self.widen):
+                    self.widen_keys(base, thread - 32)
+                if cutlass.const_expr(not self.score_mode):
+                    self.write_rows_without_scores(
+                        out,
+                        out_token_stride,
+                        out_head_stride,
+                        out_slot_stride,
+                        cu_seqlens_q,
+                        seqused_k,
+                        num_tokens,
+                        num_requests,
+                        head_shift,
+                        reach,
+                        topk,
+                        cta * WIDENERS + thread - 32,
+                        ctas * WIDENERS,
+                        lane,
+                    )
+        else:
+            cute.arch.setmaxregister_increase(240)
+            group = (warp >> 2) - 1
+            tiled = hopper.make_trivial_tiled_mma(
+                self.mma_type,
+                self.mma_type,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+                Float32,
+                (1, 1, 1),
+                tiler_mn=(64, BLOCK),
+                a_source=warpgroup.OperandSource.RMEM,
+            )
+            keys = tiled.make_fragment_B(tiled.get_slice(thread & 127).partition_B(key_stages))
+            queries = [
+                cute.make_rmem_tensor(tiled.partition_shape_A((64, DIMS)), self.mma_type) for _ in range(self.tiles)
+            ]
+            accumulators = [
+                cute.make_rmem_tensor(tiled.partition_shape_C((64, BLOCK)), Float32) for _ in range(self.tiles)
+            ]
+            best_keys = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
+            best_ids = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
+            undo = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+            t = lane & 3
+            odd, upper = (t & 1) == 1, t > 1
+            first_row = group * (64 * self.tiles) + (warp & 3) * 16
+            row = first_row + (lane >> 2) + (t & 1) * 8 + (t >> 1) * (64 if self.tiles == 2 else 0)
+            stage, phase, slot, query_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+            if group == 1:
+                ptx.named_barrier_arrive(Int32(1), 256)
+            more = Int32(1)
+            while more != 0:
+                smem.mbarrier_wait(self.query_full(base), query_phase)
+                record = base + self.record_at + slot * RECORD_BYTES
+                first_token, count, position, block = smem.load_i32x4(record)
+                last, _, _, more = smem.load_i32x4(record + 16)
+                slot = slot ^ 1
+                query_phase = query_phase ^ 1
+                if more != 0:
+                    scales = []
+                    for i in cutlass.range_constexpr(self.tiles):
+                        words = self.load_queries(base, first_row + 64 * i, lane)
+                        if cutlass.const_expr(self.normalise):
+                            for j in cutlass.range_constexpr(2):
+                                pairs, scale = fit_fp16.fit([words[4 * k + j + 2 * h] for k in range(8) for h in range(2)])
+                                scales.append(scale)
+                                for n in cutlass.range_constexpr(16):
+                                    words[4 * (n >> 1) + j + 2 * (n & 1)] = pairs[n]
+                        operand = cute.recast_tensor(queries[i], Int32)
+                        for k in cutlass.range_constexpr(len(words)):
+                            operand[k] = words[k]
+                    if cutlass.const_expr(self.normalise):
+                        undo[0] = ptx.select(odd, scales[1], scales[0])
+                        if cutlass.const_expr(self.tiles == 2):
+                            undo[0] = ptx.select(upper, ptx.select(odd, scales[3], scales[2]), undo[0])
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        smem.mbarrier_arrive(self.query_empty(base))
+                    if cutlass.const_expr(not self.score_mode):
+                        ranking.clear(best_keys, best_ids, self.length)
+                    own_position = position + (row >> head_shift)
+                    # Scored blocks that are candidates of this row.
+                    if cutlass.const_expr(self.score_mode):
+                        limit = last
+                        score_row = self.score_address(out, first_token, row, head_shift, out_token_stride, out_head_stride)
+                        writes = (row >> head_shift) < count
+                    else:
+                        limit = query_tiles.candidates(own_position) - local_blocks
+                        score_row, writes = Int64(0), odd
+                    # Blocks before the first row's own are seen whole by all rows.
+                    whole_end = ptx.clamp((position + 1) >> 7, block, last)
+                    for masked in cutlass.range_constexpr(2):
+                        begin, end = block, whole_end
+                        if cutlass.const_expr(masked):
+                            begin, end = whole_end, last
+                        for b in cutlass.range(begin, end, unroll=1):
+                            ptx.named_barrier(group + 1, 256)
+                            smem.mbarrier_wait(self.full(base, stage), phase)
+                            for i in cutlass.range_constexpr(self.tiles):
+                                self.issue(tiled, accumulators[i], queries[i], keys[None, None, None, stage])
+                            ptx.named_barrier_arrive(2 - group, 256)
+                            flags = smem.load_i32(base + self.flags_at + stage * 4)
+                            maxima = []
+                            for i in cutlass.range_constexpr(self.tiles):
+                                warpgroup.wait_group(self.tiles - 1 - i)
+                                if cutlass.const_expr(i == self.tiles - 1):
+                                    if lane == 0:
+                                        smem.mbarrier_arrive(self.empty(base, stage))
+                                visible = None
+                                if cutlass.const_expr(masked):
+                                    first = (first_row + 64 * i + (lane >> 2)) >> head_shift
+                                    second = (first_row + 64 * i + 8 + (lane >> 2)) >> head_shift
+                                    before = position + 1 - b * BLOCK - 2 * t
+                                    visible = [before + first, before + second]
+                                maxima.append(self.largest(accumulators[i], flags, odd, visible))
+                            value = maxima[0]
+                            if cutlass.const_expr(self.tiles == 2):
+                                keep, send = ptx.select(upper, maxima[1], maxima[0]), ptx.select(upper, maxima[0], maxima[1])
+                                value = ptx.maximum(keep, ptx.shuffle_xor_f32(send, 2))
+                            else:
+                                value = ptx.maximum(value, ptx.shuffle_xor_f32(value, 2))
+                            if cutlass.const_expr(self.normalise):
+                                value = value * undo[0]
+                            if cutlass.const_expr(self.score_mode):
+                                if writes:
+                                    ptx.store_f32(score_row + Int64(b) * 4, ptx.canonical(value))
+                            else:
+                                key = ptx.select(b < limit, select.key_of(value), Int32(select.NONE))
+                                if key > best_keys[self.length - 1]:
+                                    ranking.insert(best_keys, best_ids, self.length, key, b)
+                            stage = stage + 1
+                            if stage == self.stages:
+                                stage = Int32(0)
+                                phase = phase ^ 1
+                    if cutlass.const_expr(not self.score_mode):
+                        self.finish_tile(
+                            out,
+                            parts,
+                            out_token_stride,
+                            out_head_stride,
+                            out_slot_stride,
+                            vectors,
+                            record,
+                            best_keys,
+                            best_ids,
+                            row,
+                            t,
+                            head_shift,
+                            topk,
+                            local_blocks,
+                            init_blocks,
+                        )
+
+    def score_address(self, out, first_token, row, head_shift, token_stride, head_stride):
+        token = row >> head_shift
+        head = row - (token << head_shift)
+        return out + Int64(first_token + token) * token_stride + Int64(head) * head_stride
+
+    @cute.jit
+    def finish_tile(
+        self,
+        out: Int64,
+        parts: Int64,
+        token_stride: Int64,
+        head_stride: Int64,
+        slot_stride: Int64,
+        vectors: Int32,
+        record: Int32,
+        best_keys: cute.Tensor,
+        best_ids: cute.Tensor,
+        row: Int32,
+        t: Int32,
+        head_shift: Int32,
+        topk: Int32,
+        local_blocks: Int32,
+        init_blocks: Int32,
+    ):
+        """The row's selection if this CTA has scored all of its blocks, else its list for the fold."""
+        first_token, count, position, _ = smem.load_i32x4(record)
+        _, whole, part, _ = smem.load_i32x4(record + 16)
+        token = row >> head_shift
+        if cutlass.const_expr(self.tiles == 1):
+            if t > 1:  # these threads have the rows of others
+                count = Int32(0)
+                whole = Int32(1)
+        if whole != 0:
+            if token < count:
+                n = query_tiles.candidates(position + token)
+                place = self.score_address(out, first_token, row, head_shift, token_stride, head_stride)
+                ranking.write_selection(
+                    place, slot_stride, vectors, best_ids, self.length, n, topk, local_blocks, init_blocks
+                )
+        else:
+            place = part_address(parts, part, self.rows, self.length, row)
+            for j in cutlass.range_constexpr(0, self.length, 4):
+                ptx.store_words(place, [best_keys[j + i] for i in range(4)])
+                ptx.store_words(place + self.rows * 4 * self.length, [best_ids[j + i] for i in range(4)])
+                place = place + self.rows * 16
+
+    @cute.jit
+    def entry(
+        self,
+        q: Int64,
+        k: Int64,
+        out: Int64,
+        parts: Int64,
+        block_table: Int64,
+        cu_seqlens_q: Int64,
+        seqused_k: Int64,
+        out_token_stride: Int64,
+        out_head_stride: Int64,
+        out_slot_stride: Int64,
+        table_stride: Int64,
+        num_tokens: Int32,
+        num_requests: Int32,
+        head_shift: Int32,
+        num_pages: Int32,
+        table_width: Int32,
+        page_shift: Int32,
+        topk: Int32,
+        local_blocks: Int32,
+        init_blocks: Int32,
+        vectors: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            tma.argument(q, self.query_type),
+            tma.argument(k, self.key_type),
+            out,
+            parts,
+            block_table,
+            cu_seqlens_q,
+            seqused_k,
+            out_token_stride,
+            out_head_stride,
+            out_slot_stride,
+            table_stride,
+            num_tokens,
+            num_requests,
+            head_shift,
+            num_pages,
+            table_width,
+            page_shift,
+            topk,
+            local_blocks,
+            init_blocks,
+            vectors,
+        ).launch(
+            grid=[num_requests, 1, 1],
+            block=[THREADS, 1, 1],
+            smem=self.dynamic_smem,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+
+def part_address(parts, part, rows, length, row):
+    """A part is [2 length / 4][rows] groups of four words: the keys, then the ids."""
+    return parts + Int64(part) * (rows * length * 8) + Int64(row) * 16
+
+
+class PrefillFold:
+    """The tiles that were cut: the lists of their parts, in the order of blocks, into one selection. CTA (c, y) has the
+    rows 128 y ... of the tile that begins in the range of CTA c and ends in another's."""
+
+    def __init__(self, variant):
+        self.length, tiles = VARIANTS[variant]
+        self.rows = 128 * tiles
+        self.row_bits = 6 + tiles
+        self.dynamic_smem = 0
+
+    def load_part(self, parts, part, row, keys, ids):
+        place = part_address(parts, part, self.rows, self.length, row)
+        for j in range(0, self.length, 4):
+            found = ptx.load_fresh_16_bytes_if(place + self.rows * 4 * j, Int32(1))
+            found_ids = ptx.load_fresh_16_bytes_if(place + self.rows * 4 * (self.length + j), Int32(1))
+            for i in range(4):
+                keys[j + i], ids[j + i] = found[i], found_ids[i]
+
+    @cute.kernel
+    def kernel(
+        self,
+        out: Int64,
+        parts: Int64,
+        cu_seqlens_q: Int64,
+        seqused_k: Int64,
+        out_token_stride: Int64,
+        out_head_stride: Int64,
+        out_slot_stride: Int64,
+        num_tokens: Int32,
+        num_requests: Int32,
+        head_shift: Int32,
+        reach: Int32,
+        topk: Int32,
+        local_blocks: Int32,
+        init_blocks: Int32,
+        vectors: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, part_of_rows, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = thread & 31
+        row = part_of_rows * 128 + thread
+        tile_shift = Int32(self.row_bits) - head_shift
+        free_blocks = local_blocks + init_blocks
+        data = (cu_seqlens_q, seqused_k, num_requests, num_tokens, reach, topk * BLOCK, tile_shift, free_blocks, lane)
+        total = query_tiles.count_units(*data[:8], lane)
+        share = units_of_cta(total, ctas, LEAST_UNITS)
+        end = (cta + 1) * share
+        count, last_part = Int32(0), cta
+        token, position = Int32(0), Int32(0)
+        if (end < total) & (end > 0):
+            _, _, _, token, position, rows, tile, tile_base = query_tiles.locate_unit(end - 1, Int32(0), Int32(0), *data)
+            done = tile << tile_shift
+            token, position = token + done, position + done
+            in_tile = ptx.minimum_i32(rows - done, Int32(1) << tile_shift)
+            stop = tile_base + query_tiles.candidates(position + in_tile - 1) - free_blocks
+            if (rows > 0) & (tile_base >= end - share) & (stop > end):
+                count = in_tile
+                last_part = ptx.minimum_i32(ptx.divide_u32(stop - 1, share), ctas - 1)
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        own = row >> head_shift
+        if own < count:
+            keys = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
+            ids = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
+            other_keys = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
+            other_ids = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
+            self.load_part(parts, 2 * cta + 1, row, keys, ids)
+            for c in cutlass.range(cta + 1, last_part + 1, unroll=1):
+                self.load_part(parts, 2 * c, row, other_keys, other_ids)
+                ranking.merge(keys, ids, other_keys, other_ids, self.length)
+            n = query_tiles.candidates(position + own)
+            head = row - (own << head_shift)
+            place = out + Int64(token + own) * out_token_stride + Int64(head) * out_head_stride
+            ranking.write_selection(
+                place, out_slot_stride, vectors, ids, self.length, n, topk, local_blocks, init_blocks
+            )
+
+    @cute.jit
+    def entry(
+        self,
+        out: Int64,
+        parts: Int64,
+        cu_seqlens_q: Int64,
+        seqused_k: Int64,
+        out_token_stride: Int64,
+        out_head_stride: Int64,
+        out_slot_stride: Int64,
+        num_tokens: Int32,
+        num_requests: Int32,
+        head_shift: Int32,
+        reach: Int32,
+        topk: Int32,
+        local_blocks: Int32,
+        init_blocks: Int32,
+        vectors: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            out,
+            parts,
+            cu_seqlens_q,
+            seqused_k,
+            out_token_stride,
+            out_head_stride,
+            out_slot_stride,
+            num_tokens,
+            num_requests,
+            head_shift,
+            reach,
+            topk,
+            local_blocks,
+            init_blocks,
+            vectors,
+        ).launch(grid=[num_requests, self.rows // 128, 1], block=[128, 1, 1], smem=0, stream=stream)
+
+
+def programs():
+    example = [Int64(16)] * 11 + [Int32(1)] * 10
+    scoring = [
+        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant), example)
+        for query, key in DTYPES
+        for variant in VARIANTS
+    ]
+    fold = [Int64(16)] * 7 + [Int32(1)] * 8
+    return scoring + [Program(f"prefill_fold_{name}", PrefillFold(name), fold) for name in ("top16", "top32")]
