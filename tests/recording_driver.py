@@ -22,6 +22,30 @@ Callback = ctypes.CFUNCTYPE(
 )
 
 
+@dataclass(frozen=True)
+class TensorMap:
+    """What a kernel is told of a tensor. Strides in bytes, of all dimensions but the first."""
+
+    base: int
+    type: int
+    sizes: tuple
+    strides: tuple
+    box: tuple
+    swizzle: int
+
+
+def tensor_map(data: bytes) -> TensorMap:
+    """Read the 128 bytes that recording_driver.c wrote."""
+    words = struct.unpack("<32I", data)
+    rank = (words[2] >> 4 & 7) + 1
+    strides = [(words[3 + i] | (words[7] >> 4 * i & 15) << 32) << 4 for i in range(rank - 1)]
+    box = [(words[13] >> 24) + 1, *((words[14] >> 8 * i & 255) + 1 for i in range(rank - 1))]
+    sizes = tuple(words[8 + i] + 1 for i in range(rank))
+    return TensorMap(
+        words[0] | words[1] << 32, words[2] >> 7 & 15, sizes, tuple(strides), tuple(box), words[2] >> 13 & 3
+    )
+
+
 @dataclass
 class Launch:
     entry: str
@@ -70,6 +94,9 @@ class RecordingDriver:
         values = []
         for i, param in enumerate(manifest["params"]):
             data = ctypes.string_at(params[i], param["size"])
-            values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
+            if param["kind"] == "tensor_map":
+                values.append(tensor_map(data))
+            else:
+                values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
         self.launches.append(launch)

@@ -8,7 +8,7 @@ from pathlib import Path
 import m3_sparse
 import pytest
 import torch
-from m3_sparse import _arguments, capability
+from m3_sparse import _architecture, _arguments, capability
 from test_ops import Problem
 
 # ---- choice of backend ----
@@ -107,7 +107,7 @@ def test_choice_on_a_gpu(monkeypatch):
         ((9, 0), (torch.bfloat16, torch.bfloat16), True, "torch"),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, arch=arch: arch)
-        monkeypatch.setattr(capability, "_architectures", {})
+        monkeypatch.setattr(_architecture, "_architectures", {})
         assert capability.choose("merge_states", device, *dtypes, grad) == expected
         assert capability.choose("sparse_attention", device, *dtypes[:1] * 2, grad) == "torch"
 

@@ -13,6 +13,7 @@
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
+#include "launch/prefill_score.h"
 #include "launch/store.h"
 #include "launch/topk.h"
 #include "registration.h"
@@ -72,8 +73,10 @@ void check_scoring(const Tensor& index_q, const Tensor& index_k, const Tensor& b
                   "index_k_cache: expected [P, 64 or 128, 128]");
   const ScalarType q = index_q.scalar_type(), k = index_k.scalar_type();
   STD_TORCH_CHECK(
-      (q == ScalarType::BFloat16 || q == ScalarType::Half) && (k == q || k == ScalarType::Float8_e4m3fn),
-      "index_q, index_k_cache: expected bfloat16 or float16 queries with keys of the same dtype or float8_e4m3fn");
+      (q == ScalarType::BFloat16 || q == ScalarType::Half || q == ScalarType::Float8_e4m3fn) &&
+          (k == q || k == ScalarType::Float8_e4m3fn),
+      "index_q, index_k_cache: expected bfloat16 or float16 queries with keys of the same dtype or float8_e4m3fn, or "
+      "both float8_e4m3fn");
   STD_TORCH_CHECK(block_table.dim() == 2 && block_table.scalar_type() == ScalarType::Int &&
                       (block_table.size(1) <= 1 || block_table.stride(1) == 1),
                   "block_table: expected int32 [B, M] with a contiguous last dimension");
@@ -90,9 +93,31 @@ void check_scoring(const Tensor& index_q, const Tensor& index_k, const Tensor& b
                       same_device(seqused_k, index_q) && same_device(cu_seqlens_q, index_q),
                   "index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k: expected one device");
   STD_TORCH_CHECK(
-      (index_q.numel() == 0 || aligned16(index_q, 2)) && (index_k.numel() == 0 || aligned16(index_k, stored_size(k))),
+      (index_q.numel() == 0 || aligned16(index_q, stored_size(q))) &&
+          (index_k.numel() == 0 || aligned16(index_k, stored_size(k))),
       "index_q, index_k_cache: expected base addresses and strides in multiples of 16 bytes, and a contiguous "
       "last dimension");
+}
+
+// The way a selection takes: by shape, or the one asked for.
+m3_sparse::Selection selection(const Tensor& index_q, const Tensor& index_k, const Tensor& block_table,
+                               bool scores_wanted, std::int64_t asked) {
+  using m3_sparse::Selection;
+  const std::int64_t requests = block_table.size(0), blocks = (block_table.size(1) * index_k.size(1) + 127) / 128;
+  const auto way = static_cast<Selection>(asked);
+  STD_TORCH_CHECK(asked >= 0 && asked <= 3 && !(scores_wanted && way == Selection::fused),
+                  "way: expected 0 (by shape), 1 (decode_score), 2 (prefill_score, stored) or 3 (fused, no scores)");
+  if (index_q.numel() == 0) return Selection::decode;
+  const Selection chosen =
+      way == Selection::by_shape ? m3_sparse::choose_selection(index_q, index_k, requests, blocks, scores_wanted) : way;
+  const bool fp8_queries = index_q.scalar_type() == ScalarType::Float8_e4m3fn;
+  STD_TORCH_CHECK(chosen != Selection::decode || !fp8_queries,
+                  "index_q: float8_e4m3fn is taken on compute capability 9.0 only, with a power of two of heads up to "
+                  "64 and strides other than 0");
+  STD_TORCH_CHECK(chosen == Selection::decode || way == Selection::by_shape ||
+                      m3_sparse::prefill_scores_fit(index_q, index_k, requests, blocks),
+                  "way: prefill_score does not take these tensors");
+  return chosen;
 }
 
 void check_scores(const Tensor& scores, const Tensor& index_q, const Tensor& index_k, const Tensor& block_table) {
@@ -167,12 +192,14 @@ void aot_block_scores(Tensor scores, Tensor index_q, Tensor index_k_cache, Tenso
                       Tensor seqused_k) {
   check_scoring(index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k);
   check_scores(scores, index_q, index_k_cache, block_table);
+  if (selection(index_q, index_k_cache, block_table, true, 0) == m3_sparse::Selection::stored)
+    return m3_sparse::prefill_scores(scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, true);
   m3_sparse::decode_scores(scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, true);
 }
 
 void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q, Tensor index_k_cache,
                        Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, std::int64_t local_blocks,
-                       std::int64_t init_blocks) {
+                       std::int64_t init_blocks, std::int64_t way) {
   check_scoring(index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k);
   STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == index_q.size(0) && out.size(1) == index_q.size(1) &&
                       out.size(2) >= 1 && out.size(2) <= 32 && out.scalar_type() == ScalarType::Int &&
@@ -181,6 +208,11 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
   STD_TORCH_CHECK(local_blocks >= 0 && init_blocks >= 0 && local_blocks + init_blocks <= out.size(2),
                   "local_blocks, init_blocks: expected at most topk together");
   const bool wanted = scores.has_value();
+  using m3_sparse::Selection;
+  const Selection chosen = selection(index_q, index_k_cache, block_table, wanted, way);
+  if (chosen == Selection::fused)
+    return m3_sparse::prefill_select(out, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, local_blocks,
+                                     init_blocks);
   const std::int64_t reach = block_table.size(1) * index_k_cache.size(1);
   if (wanted) {
     check_scores(*scores, index_q, index_k_cache, block_table);
@@ -188,8 +220,11 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
     const std::int64_t shape[] = {index_q.size(0), index_q.size(1), (reach + 127) / 128};
     scores = torch::stable::new_empty(index_q, {shape, 3}, ScalarType::Float);
   }
-  const bool scored =
-      m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
+  bool scored = true;
+  if (chosen == Selection::stored)
+    m3_sparse::prefill_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
+  else
+    scored = m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
   m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, scored);
 }
 
@@ -238,9 +273,9 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
                   "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
   STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, size) && aligned16(v_cache, size)),
                   "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(splits == 0 || splits == 1 || splits == 2 || splits == 4 ||
-                      (splits == 16 && block_indices.size(2) <= 16),
-                  "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
+  STD_TORCH_CHECK(
+      splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
+      "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
   if (b == 0) {  // every row lies past the last request
     torch::stable::zero_(out);
     if (lse.has_value()) torch::stable::fill_(*lse, -std::numeric_limits<double>::infinity());
@@ -284,9 +319,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "aot_block_scores(Tensor(a!) scores, Tensor index_q, Tensor index_k_cache, Tensor block_table, Tensor "
       "cu_seqlens_q, "
       "Tensor seqused_k) -> ()");
+  // For measurements: `way` forces the kernels, see m3_sparse::Selection.
   ops.def(
       "aot_select_blocks(Tensor(a!) out, Tensor(b!)? scores, Tensor index_q, Tensor index_k_cache, Tensor block_table, "
-      "Tensor cu_seqlens_q, Tensor seqused_k, int local_blocks, int init_blocks) -> ()");
+      "Tensor cu_seqlens_q, Tensor seqused_k, int local_blocks, int init_blocks, int way=0) -> ()");
   // For measurements: `splits` forces the number of CTAs of a row (the result has the same bits for each), `overlap`
   // false keeps the launch from starting before the kernel ahead of it has ended.
   ops.def(

@@ -24,7 +24,8 @@ void aot_block_scores(torch::stable::Tensor scores, torch::stable::Tensor index_
 void aot_select_blocks(torch::stable::Tensor out, std::optional<torch::stable::Tensor> scores,
                        torch::stable::Tensor index_q, torch::stable::Tensor index_k_cache,
                        torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
-                       torch::stable::Tensor seqused_k, std::int64_t local_blocks, std::int64_t init_blocks);
+                       torch::stable::Tensor seqused_k, std::int64_t local_blocks, std::int64_t init_blocks,
+                       std::int64_t way);
 
 // out [T, Hq, 128] and, if given, lse [T, Hq] are written. As the public sparse_attention; K <= 32, Hq / Hkv <= 16.
 void aot_sparse_attention(torch::stable::Tensor out, std::optional<torch::stable::Tensor> lse, torch::stable::Tensor q,

@@ -46,7 +46,9 @@ def units_before(tile, position, tile_shift, free_blocks):
     first_last = position - 1 + (Int32(1) << tile_shift)
     # Of at most 128 tokens, 2^bits tiles end in one block: count in tiles.
     bits = ptx.maximum_i32(BLOCK_BITS - tile_shift, Int32(0))
-    total = _sum_of_quotients((first_last >> tile_shift) + tile, bits) - _sum_of_quotients(first_last >> tile_shift, bits)
+    total = _sum_of_quotients((first_last >> tile_shift) + tile, bits) - _sum_of_quotients(
+        first_last >> tile_shift, bits
+    )
     # Of 256 tokens, every tile ends two blocks after the one before.
     two = tile * (first_last >> BLOCK_BITS) + tile * (tile - 1)
     return ptx.select(tile_shift > BLOCK_BITS, two, total) + tile * (1 - free_blocks)

@@ -36,7 +36,10 @@ def merge(keys, ids, other_keys, other_ids, length):
     for j in range(length):
         stays = keys[j] >= other_keys[length - 1 - j]
         pairs.append(
-            (ptx.select(stays, keys[j], other_keys[length - 1 - j]), ptx.select(stays, ids[j], other_ids[length - 1 - j]))
+            (
+                ptx.select(stays, keys[j], other_keys[length - 1 - j]),
+                ptx.select(stays, ids[j], other_ids[length - 1 - j]),
+            )
         )
     # Bitonic: a falling and a rising run. Half-cleaners put it in order.
     distance = length // 2

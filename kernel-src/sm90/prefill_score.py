@@ -155,7 +155,16 @@ class PrefillScore:
         return ptx.load_i32_if(table + Int64(entry) * 4, Int32(entry < table_width), -1)
 
     @cute.jit
-    def load_keys(self, map_k: Int64, target: Int32, barrier: Int32, flags_at: Int32, pages: cute.Tensor, places: cute.Tensor, num_pages: Int32):
+    def load_keys(
+        self,
+        map_k: Int64,
+        target: Int32,
+        barrier: Int32,
+        flags_at: Int32,
+        pages: cute.Tensor,
+        places: cute.Tensor,
+        num_pages: Int32,
+    ):
         """The two halves of a block, by one thread; a half on no page is left out."""
         bytes_half = self.stored_bytes // 2
         there = [Int32((pages[h] >= 0) & (pages[h] < num_pages)) for h in range(2)]
@@ -539,7 +548,9 @@ class PrefillScore:
                         words = self.load_queries(base, first_row + 64 * i, lane)
                         if cutlass.const_expr(self.normalise):
                             for j in cutlass.range_constexpr(2):
-                                pairs, scale = fit_fp16.fit([words[4 * k + j + 2 * h] for k in range(8) for h in range(2)])
+                                pairs, scale = fit_fp16.fit(
+                                    [words[4 * k + j + 2 * h] for k in range(8) for h in range(2)]
+                                )
                                 scales.append(scale)
                                 for n in cutlass.range_constexpr(16):
                                     words[4 * (n >> 1) + j + 2 * (n & 1)] = pairs[n]
@@ -559,7 +570,9 @@ class PrefillScore:
                     # Scored blocks that are candidates of this row.
                     if cutlass.const_expr(self.score_mode):
                         limit = last
-                        score_row = self.score_address(out, first_token, row, head_shift, out_token_stride, out_head_stride)
+                        score_row = self.score_address(
+                            out, first_token, row, head_shift, out_token_stride, out_head_stride
+                        )
                         writes = (row >> head_shift) < count
                     else:
                         limit = query_tiles.candidates(own_position) - local_blocks
@@ -592,7 +605,10 @@ class PrefillScore:
                                 maxima.append(self.largest(accumulators[i], flags, odd, visible))
                             value = maxima[0]
                             if cutlass.const_expr(self.tiles == 2):
-                                keep, send = ptx.select(upper, maxima[1], maxima[0]), ptx.select(upper, maxima[0], maxima[1])
+                                keep, send = (
+                                    ptx.select(upper, maxima[1], maxima[0]),
+                                    ptx.select(upper, maxima[0], maxima[1]),
+                                )
                                 value = ptx.maximum(keep, ptx.shuffle_xor_f32(send, 2))
                             else:
                                 value = ptx.maximum(value, ptx.shuffle_xor_f32(value, 2))
@@ -787,7 +803,9 @@ class PrefillFold:
         count, last_part = Int32(0), cta
         token, position = Int32(0), Int32(0)
         if (end < total) & (end > 0):
-            _, _, _, token, position, rows, tile, tile_base = query_tiles.locate_unit(end - 1, Int32(0), Int32(0), *data)
+            _, _, _, token, position, rows, tile, tile_base = query_tiles.locate_unit(
+                end - 1, Int32(0), Int32(0), *data
+            )
             done = tile << tile_shift
             token, position = token + done, position + done
             in_tile = ptx.minimum_i32(rows - done, Int32(1) << tile_shift)

@@ -129,6 +129,8 @@ const Image& pick(const Image* program, std::size_t count, int device) {
                            "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10));
 }
 
+int compute_capability(int device) { return capability(ordinal(device)); }
+
 int multiprocessors(int device) {
   static std::atomic<int> cache[kMaxDevices];
   const int index = ordinal(device);

@@ -60,6 +60,9 @@ void run(const Image (&program)[N], Grid grid, int device, Params<Types...> para
   run(pick(program, N, device), grid, device, params.pointers().data(), options);
 }
 
+// Compute capability of the device, 10 * major + minor.
+int compute_capability(int device);
+
 // Multiprocessors of the device.
 int multiprocessors(int device);
 

@@ -80,12 +80,19 @@ def aligned(name: str, x: torch.Tensor) -> None:
         )
 
 
-def query(name: str, x, like: Optional[torch.Tensor] = None, total: Optional[int] = None, heads: str = "Hq") -> None:
-    if isinstance(x, torch.Tensor) and x.dtype in FLOAT8:
+def query(
+    name: str,
+    x,
+    like: Optional[torch.Tensor] = None,
+    total: Optional[int] = None,
+    heads: str = "Hq",
+    dtypes: Sequence[torch.dtype] = FLOATS,
+) -> None:
+    if isinstance(x, torch.Tensor) and x.dtype in FLOAT8 and x.dtype not in dtypes:
         raise NotImplementedError(
-            f"{name} in float8 is not implemented: expected {dtype_list(FLOATS)}, got {describe(x)}"
+            f"{name} in {dtype_list([x.dtype])} is not implemented: expected {dtype_list(dtypes)}, got {describe(x)}"
         )
-    tensor(name, x, f"[T, {heads}, {HEAD_DIM}]", (total, None, HEAD_DIM), FLOATS, like)
+    tensor(name, x, f"[T, {heads}, {HEAD_DIM}]", (total, None, HEAD_DIM), dtypes, like)
     if x.shape[1] == 0:
         raise ValueError(f"{name} must have at least one head in [T, {heads}, {HEAD_DIM}], got {describe(x)}")
     aligned(name, x)

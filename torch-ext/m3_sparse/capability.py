@@ -7,11 +7,12 @@ or raises.
 
 import os
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 
 from . import _limits, checks
+from ._architecture import architecture
 from .ops import BUILT, OPERATIONS
 
 BACKENDS = ("torch", "aot", "jit")
@@ -54,11 +55,12 @@ class CapabilityTable(List[Capability]):
 
 _PLAIN = ("bf16", "fp16", "fp32")
 _ATTENTION = tuple(f"{x}+{x}" for x in _PLAIN) + tuple(f"{x}+{y}" for x in _PLAIN for y in ("e4m3", "e5m2"))
+_SCORING = _ATTENTION + ("e4m3+e4m3",)
 _STORE = _ATTENTION + ("e4m3+e4m3", "e5m2+e5m2")
 _MERGE = tuple(f"{x}>{y}" for x in _PLAIN for y in _PLAIN)
 _TORCH = {
-    "block_scores": _ATTENTION,
-    "select_blocks": _ATTENTION,
+    "block_scores": _SCORING,
+    "select_blocks": _SCORING,
     "sparse_attention": _ATTENTION,
     "dense_attention": _ATTENTION,
     "store_kv": _STORE,
@@ -67,8 +69,8 @@ _TORCH = {
 _KERNEL_FLOATS = ("bf16", "fp16")
 _SAME = tuple(f"{x}+{x}" for x in _KERNEL_FLOATS)
 _AOT = {
-    "block_scores": _SAME + tuple(f"{x}+e4m3" for x in _KERNEL_FLOATS),
-    "select_blocks": _SAME + tuple(f"{x}+e4m3" for x in _KERNEL_FLOATS),
+    "block_scores": _SAME + tuple(f"{x}+e4m3" for x in (*_KERNEL_FLOATS, "e4m3")),
+    "select_blocks": _SAME + tuple(f"{x}+e4m3" for x in (*_KERNEL_FLOATS, "e4m3")),
     "sparse_attention": _SAME + tuple(f"{x}+{y}" for x in _KERNEL_FLOATS for y in ("e4m3", "e5m2")),
     "store_kv": _STORE,
     "merge_states": ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16"),
@@ -96,8 +98,6 @@ _NAMES = {
 
 # What the table allows, in the form that a call asks for: (op, backend, arch, dtypes).
 _ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE if r.status != MISSING for pair in r.dtypes)
-# torch's own query costs microseconds a call.
-_architectures: Dict[torch.device, str] = {}
 
 # The one environment override, read here and nowhere else. Its value is judged by the first call, so that an import
 # never fails for it.
@@ -142,16 +142,6 @@ def capabilities() -> CapabilityTable:
 def dtype_key(op: str, first: torch.dtype, second: torch.dtype) -> str:
     joint = ">" if op == "merge_states" else "+"
     return _NAMES.get(first, str(first)) + joint + _NAMES.get(second, str(second))
-
-
-def architecture(device: torch.device) -> str:
-    """ "sm_90" for such a CUDA device, else the name of the device type."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return device.type
-    if device not in _architectures:
-        major, minor = torch.cuda.get_device_capability(device)
-        _architectures[device] = f"sm_{major}{minor}"
-    return _architectures[device]
 
 
 def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> List[str]:

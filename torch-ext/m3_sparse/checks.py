@@ -32,7 +32,7 @@ from ._arguments import (
 
 
 def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k) -> None:
-    query("index_q", index_q, heads="Hi")
+    query("index_q", index_q, heads="Hi", dtypes=(*FLOATS, torch.float8_e4m3fn))
     text = f"[P, page, {HEAD_DIM}]"
     tensor("index_k_cache", index_k_cache, text, (None, None, HEAD_DIM), FLOATS + FLOAT8, index_q)
     page_size("index_k_cache", index_k_cache.shape[1])

@@ -33,7 +33,8 @@ def block_scores(
     visible index keys.
 
     Args:
-        index_q: [T, Hi, 128], bf16, fp16 or fp32, packed as the queries of `sparse_attention` are.
+        index_q: [T, Hi, 128], bf16, fp16, fp32 or, with keys of that dtype, float8_e4m3fn; packed as the queries of
+            `sparse_attention` are.
         index_k_cache: [P, page, 128] shared by all heads, pages of 64 or 128 tokens, the dtype of index_q or float8;
             last stride 1, base and strides multiples of 16 bytes, pages may overlap.
         block_table, cu_seqlens_q, seqused_k: as in `sparse_attention`; the table reaches at most 16384 blocks.
@@ -81,9 +82,10 @@ def select_blocks(
         index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k: as in `block_scores`.
         topk: blocks per row and head, >= 1. local_blocks, init_blocks: >= 0, together at most topk.
         out: [T, Hi, topk] int32 of any strides to write into.
-        return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]; without it the torch
-            backend never stores them as a whole; the kernels, which take at most 32 rows a request on average, use a workspace of
-            this size.
+        return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]. Without it the torch backend and
+            the prefill kernel never store them as a whole (their workspace stays below 64 MiB at any length); the
+            decode kernel, for up to 64 (row, head) pairs a request on average, does. The same kernel scores with and
+            without it for all but such sizes, with the same bits.
 
     Returns:
         int32 [T, Hi, topk]: the min(topk, n) chosen ids, ascending, then -1; or (ids, scores).
