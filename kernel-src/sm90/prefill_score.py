@@ -162,7 +162,8 @@ class PrefillScore:
         barrier: Int32,
         flags_at: Int32,
         pages: cute.Tensor,
-        places: cute.Tensor,
+        first_key: Int32,
+        in_page: Int32,  # mask of the position within a page
         num_pages: Int32,
     ):
         """The two halves of a block, by one thread; a half on no page is left out."""
@@ -174,7 +175,7 @@ class PrefillScore:
             if there[half] != 0:
                 for chunk in cutlass.range_constexpr(self.stored_bytes // (BLOCK * 128)):
                     place = target + chunk * (BLOCK * 128) + half * (HALF * 128)
-                    coordinates = (Int32(chunk * 64), places[half], pages[half])
+                    coordinates = (Int32(chunk * 64), (first_key + HALF * half) & in_page, pages[half])
                     tma.load(place, map_k, coordinates, barrier)
 
     @cute.jit
@@ -208,12 +209,10 @@ class PrefillScore:
         end = ptx.minimum_i32(unit + share, total)
         in_page = (Int32(1) << page_shift) - 1
         pages = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        places = cute.make_rmem_tensor(cute.make_layout(2), Int32)
         next_pages = cute.make_rmem_tensor(cute.make_layout(2), Int32)
         group, group_base, request = Int32(0), Int32(0), Int32(0)
         token, position, rows, tile, tile_base = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         stage, phase, slot = Int32(0), Int32(1), Int32(0)
-        query_phase = Int32(1)
         while unit < end:
             if (tile << tile_shift) >= rows:
                 group, group_base, request, token, position, rows, tile, tile_base = query_tiles.locate_unit(
@@ -231,7 +230,7 @@ class PrefillScore:
                 block, last = first_block + begin, first_block + stop
                 for half in cutlass.range_constexpr(2):
                     next_pages[half] = self.load_page(table, block * BLOCK + HALF * half, page_shift, table_width)
-                smem.mbarrier_wait(self.query_empty(base), query_phase)
+                smem.mbarrier_wait(self.query_empty(base), slot ^ 1)
                 if lane == 0:
                     record = base + self.record_at + slot * RECORD_BYTES
                     whole = Int32((begin == 0) & (stop == units))
@@ -243,11 +242,13 @@ class PrefillScore:
                         target = base + self.query_at + chunk * (self.rows * 128)
                         tma.load(target, map_q, (Int32(chunk * 64), Int32(0), token + done), self.query_full(base))
                 slot = slot ^ 1
-                query_phase = query_phase ^ 1
+                unit = tile_base + stop
+                if stop == units:
+                    tile = tile + 1
+                    tile_base = unit
                 for b in cutlass.range(block, last, unroll=1):
                     for half in cutlass.range_constexpr(2):
                         pages[half] = next_pages[half]
-                        places[half] = (b * BLOCK + HALF * half) & in_page
                         ahead = (b + 1) * BLOCK + HALF * half
                         next_pages[half] = self.load_page(table, ahead, page_shift, table_width)
                     if cutlass.const_expr(self.widen):
@@ -255,23 +256,23 @@ class PrefillScore:
                         if lane == 0:
                             target = base + self.stored_at + stage * self.stored_bytes
                             flags = base + self.stored_flags_at + stage * 4
-                            self.load_keys(map_k, target, self.stored(base, stage), flags, pages, places, num_pages)
+                            self.load_keys(
+                                map_k, target, self.stored(base, stage), flags, pages, b * BLOCK, in_page, num_pages
+                            )
                     else:
                         smem.mbarrier_wait(self.empty(base, stage), phase)
                         if lane == 0:
                             target = base + stage * self.stage_bytes
                             flags = base + self.flags_at + stage * 4
-                            self.load_keys(map_k, target, self.full(base, stage), flags, pages, places, num_pages)
+                            self.load_keys(
+                                map_k, target, self.full(base, stage), flags, pages, b * BLOCK, in_page, num_pages
+                            )
                     stage = stage + 1
                     if stage == (self.stored_stages if self.widen else self.stages):
                         stage = Int32(0)
                         phase = phase ^ 1
-                unit = tile_base + stop
-                if stop == units:
-                    tile = tile + 1
-                    tile_base = unit
         # Nothing more to come.
-        smem.mbarrier_wait(self.query_empty(base), query_phase)
+        smem.mbarrier_wait(self.query_empty(base), slot ^ 1)
         if lane == 0:
             record = base + self.record_at + slot * RECORD_BYTES
             smem.store_i32x4(record + 16, [Int32(0), Int32(0), Int32(0), Int32(0)])
@@ -531,17 +532,16 @@ class PrefillScore:
             odd, upper = (t & 1) == 1, t > 1
             first_row = group * (64 * self.tiles) + (warp & 3) * 16
             row = first_row + (lane >> 2) + (t & 1) * 8 + (t >> 1) * (64 if self.tiles == 2 else 0)
-            stage, phase, slot, query_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+            stage, phase, slot = Int32(0), Int32(0), Int32(0)
             if group == 1:
                 ptx.named_barrier_arrive(Int32(1), 256)
             more = Int32(1)
             while more != 0:
-                smem.mbarrier_wait(self.query_full(base), query_phase)
+                smem.mbarrier_wait(self.query_full(base), slot)
                 record = base + self.record_at + slot * RECORD_BYTES
                 first_token, count, position, block = smem.load_i32x4(record)
                 last, _, _, more = smem.load_i32x4(record + 16)
                 slot = slot ^ 1
-                query_phase = query_phase ^ 1
                 if more != 0:
                     scales = []
                     for i in cutlass.range_constexpr(self.tiles):
@@ -817,13 +817,15 @@ class PrefillFold:
         ptx.let_next_kernel_start()
         own = row >> head_shift
         if own < count:
-            keys = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
-            ids = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
-            other_keys = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
-            other_ids = cute.make_rmem_tensor(cute.make_layout(self.length), Int32)
+            keys, ids, next_keys, next_ids = [
+                cute.make_rmem_tensor(cute.make_layout(self.length), Int32) for _ in range(4)
+            ]
             self.load_part(parts, 2 * cta + 1, row, keys, ids)
+            self.load_part(parts, 2 * cta + 2, row, next_keys, next_ids)  # there is at least one more
             for c in cutlass.range(cta + 1, last_part + 1, unroll=1):
-                self.load_part(parts, 2 * c, row, other_keys, other_ids)
+                other_keys = [next_keys[j] for j in range(self.length)]
+                other_ids = [next_ids[j] for j in range(self.length)]
+                self.load_part(parts, 2 * ptx.minimum_i32(c + 1, last_part), row, next_keys, next_ids)
                 ranking.merge(keys, ids, other_keys, other_ids, self.length)
             n = query_tiles.candidates(position + own)
             head = row - (own << head_shift)
