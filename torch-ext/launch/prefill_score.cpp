@@ -164,7 +164,7 @@ Selection choose_selection(const Tensor& index_q, const Tensor& index_k, std::in
                            bool scores_wanted) {
   const std::int64_t rows = index_q.size(0) * index_q.size(1);
   const bool fp8_queries = element_of(index_q) == Element::e4m3;
-  if (rows <= kDecodeColumns * requests && !fp8_queries) return Selection::decode;
+  if (rows <= kDecodeColumns * std::max<std::int64_t>(requests, 1) && !fp8_queries) return Selection::decode;
   if (!prefill_scores_fit(index_q, index_k, requests, blocks)) return Selection::decode;
   if (scores_wanted) return Selection::stored;
   // A tile that more than four CTAs share is folded slower than its scores are stored and ranked.
