@@ -1,12 +1,15 @@
 """select_blocks (score + top-k) on one GPU: time a call and its share of the copy bandwidth.
 
     python benchmarks/benchmark_select.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
-    [--quick]
+    [--quick] [--only decode|prefill]
 
-Decode and verify steps of uniform batches, pages of 128 tokens at random places of a pool that no two requests share,
-top-k 16. "fp8": bf16 queries and e4m3 index keys. Bytes: every index key read once. FLOPs: 2 x 128 per (token, head,
-key). Rows "select" time select_blocks, rows "score" block_scores alone. Protocol: protocol.py. Every shape's answer is
-checked first: scores of some rows against float32 torch, the selection exactly against the scores.
+Decode and verify steps of uniform batches and prefills, pages of 128 tokens at random places of a pool that no two
+requests share, top-k 16. "fp8": bf16 queries and e4m3 index keys; "fp8q": both e4m3. Bytes: every index key read once,
+in prefills every query too. FLOPs: 2 x 128 per (token, head, key), in prefills (queries are the last q_len of kv_len
+tokens) per visible key. Rows "select" time select_blocks, rows "score" block_scores alone. Protocol: protocol.py; the
+limit of a prefill is the larger one of bytes over the copy bandwidth and FLOPs over cuBLAS's rate on 8192^3 in bf16 in
+the same run, twice that rate for fp8q. Every shape's answer is checked first: scores of some rows against float32
+torch, the selection exactly against the scores.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import protocol
 import torch
 
 PAGE = 128
+MOST_DECODE_ROWS = 16  # of a request; more is a prefill
 # batch, kv_len, q_len, heads
 CASES = [
     (1, 8192, 1, 4),
@@ -37,21 +41,40 @@ CASES = [
     (16, 32768, 16, 4),
     (1, 1048576, 1, 4),
 ]
+PREFILL_CASES = [
+    (1, 8192, 8192, 4),
+    (1, 32768, 32768, 4),
+    (2, 16384, 16384, 4),
+    (1, 131072, 4096, 4),
+    (1, 131072, 8192, 4),
+    (1, 65536, 512, 4),
+    (1, 33024, 1000, 4),
+    (1, 32768, 64, 4),
+    (1, 32768, 32, 4),
+    (1, 32768, 32768, 1),
+]
 QUICK = [(1, 32768, 1, 4), (16, 32768, 1, 4), (64, 131072, 1, 4)]
 
 
 def make_sets(batch, kv_len, q_len, heads, dtype):
-    key_bytes = 1 if dtype == "fp8" else 2
+    key_bytes = 2 if dtype == "bf16" else 1
     size = batch * kv_len * 128 * key_bytes
+    if q_len > MOST_DECODE_ROWS:
+        size += batch * q_len * heads * 128 * (1 if dtype == "fp8q" else 2)
     count = protocol.sets_for(size)
     width = kv_len // PAGE
     pages = count * batch * width
-    keys = torch.empty(pages, PAGE, 128, dtype=torch.float8_e4m3fn if dtype == "fp8" else torch.bfloat16, device="cuda")
+    keys = torch.empty(
+        pages, PAGE, 128, dtype=torch.bfloat16 if dtype == "bf16" else torch.float8_e4m3fn, device="cuda"
+    )
     for part in keys.view(torch.uint8).view(-1, PAGE * 128 * key_bytes).split(1 << 14):
         numbers = torch.randn(part.shape[0], PAGE * 128, device="cuda").to(keys.dtype)
         part.copy_(numbers.view(torch.uint8))
     tables = torch.randperm(pages, device="cuda").to(torch.int32).view(count, batch, width)
-    queries = torch.randn(count, batch * q_len, heads, 128, device="cuda").bfloat16()
+    query_dtype = torch.float8_e4m3fn if dtype == "fp8q" else torch.bfloat16
+    queries = torch.empty(count, batch * q_len, heads, 128, dtype=query_dtype, device="cuda")
+    for query in queries:
+        query.copy_(torch.randn(batch * q_len, heads, 128, device="cuda"))
     lengths = {
         "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device="cuda") * q_len,
         "seqused_k": torch.full((batch,), kv_len, dtype=torch.int32, device="cuda"),
@@ -65,31 +88,68 @@ def check(m3_sparse, inputs, lengths):
     ids, scores = m3_sparse.select_blocks(*inputs, **lengths, return_scores=True)
     query, keys, table = inputs
     rows = reference.locate_rows(lengths["cu_seqlens_q"], lengths["seqused_k"], query.shape[0], table.shape[1] * PAGE)
-    want = reference.select_from_scores(scores, reference.block_count(rows.end), ids.shape[-1], 1, 0)
-    if not torch.equal(ids, want):
-        raise SystemExit("select_blocks: wrong selection")
+    blocks = reference.block_count(rows.end)
+    for part in torch.arange(query.shape[0], device="cuda").split(4096):
+        if not torch.equal(ids[part], reference.select_from_scores(scores[part], blocks[part], ids.shape[-1], 1, 0)):
+            raise SystemExit("select_blocks: wrong selection")
     if not torch.equal(m3_sparse.select_blocks(*inputs, **lengths), ids):
         raise SystemExit("select_blocks: the selection depends on return_scores")
     for t in {0, query.shape[0] - 1}:
         k = keys[table[rows.request[t]].long()].float().view(-1, 128)[: rows.end[t]]
         dots = torch.nn.functional.pad(query[t].float() @ k.T, (0, -k.shape[0] % PAGE), value=-torch.inf)
         best = dots.view(query.shape[1], -1, PAGE).amax(-1)
-        if not torch.allclose(scores[t, :, : best.shape[1]], best, rtol=1e-5, atol=2e-3):
+        # fp8 products are added with fewer bits than fp32 has.
+        tolerance = 5e-2 if query.dtype == torch.float8_e4m3fn else 2e-3
+        if not torch.allclose(scores[t, :, : best.shape[1]], best, rtol=1e-5, atol=tolerance):
             raise SystemExit("block_scores: wrong scores")
+
+
+def matmul_rate():
+    """TFLOP/s of cuBLAS, bf16, 8192^3."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    return 2 * 8192**3 / protocol.graph_time(lambda: torch.mm(a, a, out=out), [()] * 20) / 1e6
+
+
+def measure_prefill(m3_sparse, bandwidth, dtypes, cases):
+    rate = matmul_rate()
+    rows = []
+    for dtype in dtypes:
+        for batch, kv_len, q_len, heads in cases:
+            sets, lengths, size = make_sets(batch, kv_len, q_len, heads, dtype)
+            flops = 256 * batch * heads * sum(range(kv_len - q_len + 1, kv_len + 1))
+            key = {"dtype": dtype, "heads": str(heads), "batch": batch, "q_len": q_len, "kv_len": kv_len, "page": PAGE}
+            with m3_sparse.backend("aot"):
+                check(m3_sparse, sets[0], lengths)
+                cold, warm = protocol.cold_and_warm(lambda q, k, t: m3_sparse.select_blocks(q, k, t, **lengths), sets)
+            row = protocol.row(bandwidth, cold, warm, size, flops, op="select", impl="ours", **key)
+            least = flops / rate / 1e9 / (2 if dtype == "fp8q" else 1)
+            row["limit_ms"] = round(max(row["limit_ms"], least), 5)
+            rows.append(row)
+            del sets
+            torch.cuda.empty_cache()
+    print(f"cuBLAS bf16 8192^3: {rate:.0f} TFLOP/s")
+    print("dtype | heads | batch | q_len | kv_len | ms cold | ms warm | TFLOP/s | % of limit")
+    for r in rows:
+        place = [r[name] for name in ("dtype", "heads", "batch", "q_len", "kv_len", "ms_cold", "ms_warm")]
+        figures = [f"{r['flops'] / r['ms_cold'] / 1e9:.0f}", f"{100 * r['limit_ms'] / r['ms_cold']:.0f}"]
+        print(" | ".join(map(str, [*place, *figures])))
+    return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", required=True)
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--quick", action="store_true", help="the three shapes of the targets")
+    parser.add_argument("--quick", action="store_true", help="few shapes, those of the targets among them")
+    parser.add_argument("--only", choices=("decode", "prefill"))
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     m3_sparse = protocol.load(options.variant)
     torch.manual_seed(0)
     bandwidth = protocol.copy_bandwidth()
     rows = []
-    for dtype in ("bf16", "fp8"):
+    for dtype in () if options.only == "prefill" else ("bf16", "fp8"):
         for batch, kv_len, q_len, heads in QUICK if options.quick else CASES:
             sets, lengths, size = make_sets(batch, kv_len, q_len, heads, dtype)
             flops = 256 * batch * q_len * heads * kv_len
@@ -101,8 +161,13 @@ def main():
                     rows.append(protocol.row(bandwidth, cold, warm, size, flops, op=op, impl="ours", **key))
             del sets
             torch.cuda.empty_cache()
+    prefill = []
+    if options.only != "decode":
+        prefill = measure_prefill(
+            m3_sparse, bandwidth, ("bf16", "fp8", "fp8q"), PREFILL_CASES[:: 3 if options.quick else 1]
+        )
     if options.results:
-        protocol.merge_rows(options.results, [r for r in rows if r["op"] == "select"])
+        protocol.merge_rows(options.results, [r for r in rows if r["op"] == "select"] + prefill)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
     protocol.print_table(rows, ("op", "dtype", "heads", "batch", "q_len", "kv_len"), bandwidth)
 
