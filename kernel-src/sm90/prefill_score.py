@@ -32,7 +32,8 @@ Order
 
 Budget
     Shared memory: queries 64 KiB, key stages 4 x 32 KiB (fp8: 8 x 16; widened: 3 x 32 and 2 x 16 as stored).
-    Registers: 128 accumulators, 64 of queries, 32 of the list; 240 of a consumer, 32 of the others.
+    Registers: 128 accumulators, 64 of queries, 32 of the list; 232 of a consumer, 40 of
+    the others: together the 168 of a thread that a launch of 384 gets, and not one more.
     Issue slots of a block: MMA 2,048 clocks (fp8 1,024) a multiprocessor; maxima about 160 instructions a warp.
 
 Limits
@@ -57,6 +58,8 @@ HALF = 64  # keys of a TMA box
 THREADS = 384
 WIDENERS = 96
 CONSUMER_WARPS = 8
+# Taken from what the launch gave, 384 x 168: a request for more than that would never be met.
+OTHER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 NEG_INF = float("-inf")
 RECORD_BYTES = 32
 # A CTA's least share of a topk variant: a tile cut into many parts costs more to fold than to score.
@@ -457,7 +460,7 @@ class PrefillScore:
         reach = table_width << page_shift
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(32)
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == 0:
                 # A row of more than topk candidates is scored; its forced blocks are not.
                 if cutlass.const_expr(self.score_mode):
@@ -506,7 +509,7 @@ class PrefillScore:
                         lane,
                     )
         else:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = (warp >> 2) - 1
             tiled = hopper.make_trivial_tiled_mma(
                 self.mma_type,
@@ -581,8 +584,9 @@ class PrefillScore:
                     whole_end = ptx.clamp((position + 1) >> 7, block, last)
                     for masked in cutlass.range_constexpr(2):
                         begin, end = block, whole_end
-                        if cutlass.const_expr(masked):
-                            begin, end = whole_end, last
+                        if cutlass.const_expr(masked):  # read again: no register holds these meanwhile
+                            _, _, position, _ = smem.load_i32x4(record)
+                            begin, end = whole_end, smem.load_i32(record + 16)
                         for b in cutlass.range(begin, end, unroll=1):
                             ptx.named_barrier(group + 1, 256)
                             smem.mbarrier_wait(self.full(base, stage), phase)
