@@ -193,10 +193,10 @@ for wrong in (torch.float64, torch.int32, torch.int8):
     rule(ATTENTION, "k_cache", to(wrong), DTYPE, "bfloat16", label, name=label)
     rule(SELECTION, "index_q", to(wrong), DTYPE, "bfloat16", label, name=label)
     rule(SELECTION, "index_k_cache", to(wrong), DTYPE, "bfloat16", label, name=label)
-for wrong in cases.FP8:  # queries in fp8 are not implemented yet, and say so
+for wrong in cases.FP8:  # queries of attention in fp8 are not implemented yet, and say so
     label = str(wrong).replace("torch.", "")
     rule(ATTENTION, "q", to(wrong), (NotImplementedError,), "bfloat16", label, name=label)
-    rule(SELECTION, "index_q", to(wrong), (NotImplementedError,), "bfloat16", label, name=label)
+rule(SELECTION, "index_q", to(torch.float8_e5m2), (NotImplementedError,), "bfloat16", "float8_e5m2", name="e5m2")
 rule(ATTENTION, "k_cache", to(torch.float16), DTYPE, "bfloat16", "float16", name="fp16 under bf16 q")
 rule(ATTENTION, "v_cache", to(torch.float16), DTYPE, "bfloat16", "float16", name="fp16 beside bf16 K")
 rule(ATTENTION, "v_cache", to(torch.float8_e4m3fn), DTYPE, "bfloat16", "float8_e4m3fn", name="fp8 beside bf16 K")

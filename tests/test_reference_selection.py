@@ -81,6 +81,18 @@ def test_exact_data_gives_the_oracles_selection_bit_for_bit(dtype, index_dtype, 
     oracle.check_close(scores, exact_scores(case), 0, 0, "scores")
 
 
+def test_float8_queries_score_as_the_same_numbers_in_bf16():
+    case = cases.make(**RAGGED, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, kind="int", seed=1)
+    (index_q, *rest), kwargs = case.index()
+    narrow = index_q.to(torch.float8_e4m3fn)
+    assert torch.equal(narrow.float(), index_q.float())
+    want = m3_sparse.block_scores(index_q, *rest, **kwargs)
+    assert torch.equal(m3_sparse.block_scores(narrow, *rest, **kwargs), want)
+    assert torch.equal(m3_sparse.select_blocks(narrow, *rest, **kwargs), check_exact(case))
+    with pytest.raises(TypeError, match="index_k_cache must have the dtype of the queries"):
+        m3_sparse.block_scores(narrow, rest[0].bfloat16(), *rest[1:], **kwargs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page", [64, 128])
 def test_ordinary_data_within_epsilon(dtype, page):
