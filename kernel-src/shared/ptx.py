@@ -119,6 +119,25 @@ def maximum_i32(a, b):
     return asm("max.s32 $0, $1, $2;", "r", "rr", [a, b], False)[0]
 
 
+def maximum_u32(a, b):
+    return asm("max.u32 $0, $1, $2;", "r", "rr", [a, b], False)[0]
+
+
+def above_u32(a, bound):
+    """a > bound, unsigned."""
+    return asm("{ .reg .pred p; setp.gt.u32 p, $1, %d; selp.s32 $0, 1, 0, p; }" % bound, "r", "r", [a], False)[0] != 0
+
+
+def maximum3_i32(a, b, c):
+    return asm("{ .reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3; }", "r", "rrr", [a, b, c], False)[0]
+
+
+def maximum3_of_bits_in_order(a, b, c):
+    """The largest bit pattern of fp32 numbers, as a signed integer; stays behind the waits before it."""
+    text = "{ .reg .s32 a, b, c; mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3; max.s32 a, a, b; max.s32 $0, a, c; }"
+    return asm(text, "r", "fff", [a, b, c])[0]
+
+
 # ---- conversion of packed pairs; the low half holds the element of the lower index
 
 

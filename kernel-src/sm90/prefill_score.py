@@ -65,6 +65,8 @@ RECORD_BYTES = 32
 # A CTA's least share of a topk variant: a tile cut into many parts costs more to fold than to score.
 LEAST_UNITS = 4
 
+import os
+LATE, INTEGER = int(os.environ.get("LATE", "1")), int(os.environ.get("INTEGER", "1"))
 MMA_TYPES = {"bf16": BFloat16, "f16": Float16, "e4m3": Float8E4M3FN}
 # (query, key) -> type of the MMA. fp8 keys are widened to fp16 unless the queries are fp8 as well.
 DTYPES = {
@@ -104,6 +106,8 @@ class PrefillScore:
         self.stored_stages = 2 if self.widen else 0
         self.query_bytes = self.rows * DIMS * element
         self.score_mode = self.length == 0
+        self.late = LATE and query == "e4m3"
+        self.integer = INTEGER
         # Shared memory after the stages.
         at = self.stages * self.stage_bytes
         self.stored_at = at
@@ -389,11 +393,10 @@ class PrefillScore:
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
-    def largest(self, accumulator, flags, odd, visible):
-        """Maximum over the block's keys of one of this thread's two rows: the second for odd lanes.
+    def largest(self, maxima, tile, accumulator, flags, visible):
+        """Maxima over the block's keys of this thread's two rows, in floating point.
 
         `visible`: None, or for both rows the number of visible keys less this thread's first."""
-        results = []
         for row in range(2):
             halves = []
             for half in range(2):
@@ -408,9 +411,58 @@ class PrefillScore:
                 while len(values) > 1:
                     values = [ptx.maximum(values[2 * i], values[2 * i + 1]) for i in range(len(values) // 2)]
                 halves.append(ptx.select((flags & (1 + half)) != 0, values[0], Float32(NEG_INF)))
-            results.append(ptx.maximum(*halves))
-        keep, send = ptx.select(odd, results[1], results[0]), ptx.select(odd, results[0], results[1])
-        return ptx.maximum(keep, ptx.shuffle_xor_f32(send, 1))
+            maxima[2 * tile + row] = ptx.maximum(*halves)
+
+    def largest_bits(self, maxima, tile, accumulator):
+        """The same by the bits as integers, three at a time: half the instructions. Right where the result is a number
+        that is not negative; else the result has its sign bit or is a NaN, which stands above all numbers."""
+        for row in range(2):
+            values = [accumulator[c + 2 * row + 4 * n] for n in range(16) for c in range(2)] + [accumulator[2 * row]]
+            bits = [ptx.maximum3_of_bits_in_order(*values[3 * i : 3 * i + 3]) for i in range(11)]
+            while len(bits) > 1:
+                whole = len(bits) // 3 * 3
+                bits = [ptx.maximum3_i32(*bits[i : i + 3]) for i in range(0, whole, 3)] + bits[whole:]
+            maxima[2 * tile + row] = ptx.f32_from_bits(bits[0])
+
+    def doubtful(self, first, second):
+        """Whether one of the results of `largest_bits` may be wrong."""
+        return ptx.above_u32(ptx.maximum_u32(ptx.f32_bits(first), ptx.f32_bits(second)), 0x7F800000)
+
+    @cute.jit
+    def settle(
+        self,
+        maxima: cute.Tensor,  # of this thread's rows and columns
+        block: Int32,
+        best_keys: cute.Tensor,
+        best_ids: cute.Tensor,
+        undo: cute.Tensor,
+        odd: cutlass.Boolean,
+        upper: cutlass.Boolean,
+        score_row: Int64,
+        writes: cutlass.Boolean,
+        limit: Int32,
+    ):
+        """Exchanges after which every thread has one row's maximum, which is stored or offered to the row's list."""
+        mine = []
+        for i in cutlass.range_constexpr(self.tiles):
+            first, second = maxima[2 * i], maxima[2 * i + 1]
+            keep, send = ptx.select(odd, second, first), ptx.select(odd, first, second)
+            mine.append(ptx.maximum(keep, ptx.shuffle_xor_f32(send, 1)))
+        value = mine[0]
+        if cutlass.const_expr(self.tiles == 2):
+            keep, send = ptx.select(upper, mine[1], mine[0]), ptx.select(upper, mine[0], mine[1])
+            value = ptx.maximum(keep, ptx.shuffle_xor_f32(send, 2))
+        else:
+            value = ptx.maximum(value, ptx.shuffle_xor_f32(value, 2))
+        if cutlass.const_expr(self.normalise):
+            value = value * undo[0]
+        if cutlass.const_expr(self.score_mode):
+            if writes:
+                ptx.store_f32(score_row + Int64(block) * 4, ptx.canonical(value))
+        else:
+            key = ptx.select(block < limit, select.key_of(value), Int32(select.NONE))
+            if key > best_keys[self.length - 1]:
+                ranking.insert(best_keys, best_ids, self.length, key, block)
 
     @cute.kernel
     def kernel(
@@ -530,6 +582,7 @@ class PrefillScore:
             ]
             best_keys = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
             best_ids = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
+            maxima = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), Float32)
             undo = cute.make_rmem_tensor(cute.make_layout(1), Float32)
             t = lane & 3
             odd, upper = (t & 1) == 1, t > 1
@@ -582,6 +635,7 @@ class PrefillScore:
                         score_row, writes = Int64(0), odd
                     # Blocks before the first row's own are seen whole by all rows.
                     whole_end = ptx.clamp((position + 1) >> 7, block, last)
+                    settle = (best_keys, best_ids, undo, odd, upper, score_row, writes, limit)
                     for masked in cutlass.range_constexpr(2):
                         begin, end = block, whole_end
                         if cutlass.const_expr(masked):  # read again: no register holds these meanwhile
@@ -594,7 +648,9 @@ class PrefillScore:
                                 self.issue(tiled, accumulators[i], queries[i], keys[None, None, None, stage])
                             ptx.named_barrier_arrive(2 - group, 256)
                             flags = smem.load_i32(base + self.flags_at + stage * 4)
-                            maxima = []
+                            if cutlass.const_expr(self.late):
+                                if b > block:
+                                    self.settle(maxima, b - 1, *settle)
                             for i in cutlass.range_constexpr(self.tiles):
                                 warpgroup.wait_group(self.tiles - 1 - i)
                                 if cutlass.const_expr(i == self.tiles - 1):
@@ -606,29 +662,21 @@ class PrefillScore:
                                     second = (first_row + 64 * i + 8 + (lane >> 2)) >> head_shift
                                     before = position + 1 - b * BLOCK - 2 * t
                                     visible = [before + first, before + second]
-                                maxima.append(self.largest(accumulators[i], flags, odd, visible))
-                            value = maxima[0]
-                            if cutlass.const_expr(self.tiles == 2):
-                                keep, send = (
-                                    ptx.select(upper, maxima[1], maxima[0]),
-                                    ptx.select(upper, maxima[0], maxima[1]),
-                                )
-                                value = ptx.maximum(keep, ptx.shuffle_xor_f32(send, 2))
-                            else:
-                                value = ptx.maximum(value, ptx.shuffle_xor_f32(value, 2))
-                            if cutlass.const_expr(self.normalise):
-                                value = value * undo[0]
-                            if cutlass.const_expr(self.score_mode):
-                                if writes:
-                                    ptx.store_f32(score_row + Int64(b) * 4, ptx.canonical(value))
-                            else:
-                                key = ptx.select(b < limit, select.key_of(value), Int32(select.NONE))
-                                if key > best_keys[self.length - 1]:
-                                    ranking.insert(best_keys, best_ids, self.length, key, b)
+                                if cutlass.const_expr(self.integer and not masked):
+                                    self.largest_bits(maxima, i, accumulators[i])
+                                    # The branch also keeps a tile's maxima ahead of the wait for the next one.
+                                    if self.doubtful(maxima[2 * i], maxima[2 * i + 1]) | (flags != 3):
+                                        self.largest(maxima, i, accumulators[i], flags, None)
+                                else:
+                                    self.largest(maxima, i, accumulators[i], flags, visible)
+                            if cutlass.const_expr(not self.late):
+                                self.settle(maxima, b, *settle)
                             stage = stage + 1
                             if stage == self.stages:
                                 stage = Int32(0)
                                 phase = phase ^ 1
+                    if cutlass.const_expr(self.late):
+                        self.settle(maxima, last - 1, *settle)
                     if cutlass.const_expr(not self.score_mode):
                         self.finish_tile(
                             out,
