@@ -1,0 +1,191 @@
+"""Other libraries' kernels for the same work, timed in the same run on the same inputs where they can be imported.
+
+    flashinfer-cake  FlashInfer's SM90 programs, called below its public checks: attention (e4m3 caches), scores, top-k
+    vllm-triton      vLLM's Triton kernels for MiniMax-M3
+
+Both want K and V as the halves of one cache [pages, heads, 128, 256] and the selection head by head: `Paged`. Each
+`prepare` does what a caller does once (other layouts, workspace) and returns the call to be timed. FlashInfer scores
+with queries in the dtype of the cache: e4m3 queries for an e4m3 cache, the other peer and ours bf16.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+BLOCK, DIM, TOPK = 128, 128, 16
+
+
+class Paged(NamedTuple):
+    """One attention problem as the peers take it: pages of 128 tokens, 16 blocks a row, no scales."""
+
+    q: torch.Tensor  # [T, Hq, 128] bf16
+    kv: torch.Tensor  # [pages, Hkv, 128, 256]
+    ids: torch.Tensor  # [Hkv, T, 16], ascending
+    table: torch.Tensor
+    cu_seqlens: torch.Tensor
+    used: torch.Tensor
+    q_len: int  # of the longest request; of each in decode
+    out: torch.Tensor
+
+
+class Peer(NamedTuple):
+    name: str
+    prepare: Callable
+
+
+def paged(q, k, v, ids, table, cu_seqlens, used, q_len):
+    """`Paged` from this package's arguments; `k` may be a whole packed cache already (then v is None)."""
+    kv = k if v is None else packed(k, v)
+    heads_first = ids.transpose(0, 1).contiguous()
+    return Paged(q, kv, heads_first, table, cu_seqlens, used, q_len, torch.empty_like(q))
+
+
+def packed(k, v):
+    kv = torch.empty(*k.shape[:3], 2 * DIM, dtype=k.dtype, device=k.device)
+    for part, cache in ((kv[..., :DIM], k), (kv[..., DIM:], v)):
+        part.view(torch.uint8).copy_(cache.view(torch.uint8))
+    return kv
+
+
+def _flashinfer():
+    try:
+        from flashinfer.msa_ops import cake_hopper_sm90
+    except ImportError:
+        return None
+    return cake_hopper_sm90 if torch.cuda.get_device_capability() == (9, 0) else None
+
+
+def _vllm():
+    try:
+        from vllm.models.minimax_m3.common.ops import index_topk, sparse_attn
+    except ImportError:
+        return None, None
+    return index_topk, sparse_attn
+
+
+def importable():
+    """Names of the peers found here."""
+    return [name for name, found in (("flashinfer-cake", _flashinfer()), ("vllm-triton", _vllm()[0])) if found]
+
+
+# ---- attention: prepare(Paged) -> call
+
+
+def attention(kv_dtype, prefill=False):
+    """The peers whose attention reads caches of this dtype."""
+    found = []
+    if kv_dtype == torch.float8_e4m3fn and _flashinfer():
+        found.append(Peer("flashinfer-cake", _flashinfer_prefill if prefill else _flashinfer_decode))
+    if _vllm()[1]:
+        found.append(Peer("vllm-triton", _vllm_prefill if prefill else _vllm_decode))
+    return found
+
+
+def _flashinfer_decode(p):
+    run = _flashinfer().hopper_msa_sparse_decode_attention
+    k, v = p.kv[..., :DIM], p.kv[..., DIM:]
+    options = {"page_table": p.table, "seqused_k": p.used, "softmax_scale": DIM**-0.5, "out": p.out}
+    return lambda: run(p.q, k, v, p.ids, seqlen_q=p.q_len, **options)
+
+
+def _flashinfer_prefill(p):
+    run = _flashinfer().hopper_msa_sparse_attention
+    k, v = p.kv[..., :DIM], p.kv[..., DIM:]
+    options = {"page_table": p.table, "seqused_k": p.used, "softmax_scale": DIM**-0.5, "out": p.out}
+    return lambda: run(p.q, k, v, p.ids, p.cu_seqlens, **options)
+
+
+def _vllm_decode(p):
+    run = _vllm()[1].minimax_m3_sparse_attn_decode
+    heads = p.kv.shape[1]
+    return lambda: run(p.q, p.kv, p.ids, p.table, p.used, heads, DIM**-0.5, p.out, p.q_len)
+
+
+def _vllm_prefill(p):
+    run = _vllm()[1].minimax_m3_sparse_attn
+    heads, before = p.kv.shape[1], p.used - p.cu_seqlens.diff()
+    return lambda: run(p.q, p.kv, p.ids, p.table, p.cu_seqlens, p.used, before, p.q_len, heads, DIM**-0.5, p.out)
+
+
+# ---- selection in decode: prepare(index_q, index_k, table, used, q_len) -> (call, queries as the peer sees them)
+# The call returns ids [T, heads, 16] in any order.
+
+
+def selection(key_dtype):
+    found = []
+    if key_dtype in (torch.bfloat16, torch.float8_e4m3fn) and _flashinfer():
+        found.append(Peer("flashinfer-cake", _flashinfer_selection))
+    if _vllm()[0]:
+        found.append(Peer("vllm-triton", _vllm_selection))
+    return found
+
+
+def _candidates(used, q_len):
+    """Blocks that each row sees, int32 [T]."""
+    end = used[:, None] - q_len + torch.arange(1, q_len + 1, device=used.device, dtype=torch.int32)
+    return ((end.flatten() + BLOCK - 1) // BLOCK).int()
+
+
+def _flashinfer_selection(index_q, index_k, table, used, q_len):
+    cake = _flashinfer()
+    tokens, heads, _ = index_q.shape
+    tiles = table.shape[1]
+    sms = torch.cuda.get_device_properties(index_q.device).multi_processor_count
+    if not cake.topk_route_available(num_heads=heads, tiles=tiles, total_q=tokens, num_sms=sms, masked=True, nvp=True):
+        raise NotImplementedError(f"no FlashInfer top-k program for {tokens} rows of {tiles} blocks")
+    query = index_q if index_q.dtype == index_k.dtype else index_q.to(index_k.dtype)
+    keys = index_k[:, None]
+    scores = torch.empty(heads, tiles, tokens, device=index_q.device)
+    ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=index_q.device)
+    seen = _candidates(used, q_len)
+
+    def call():
+        cake.hopper_msa_proxy_score_decode(
+            query,
+            keys,
+            page_table=table,
+            seqused_k=used,
+            per_head=scores,
+            max_seqlen_q=q_len,
+            batch_size=used.numel(),
+        )
+        return cake.hopper_msa_topk_select(scores, TOPK, ids, num_valid_pages=seen, force_end_blocks=1)
+
+    return call, query.to(index_q.dtype)
+
+
+def _vllm_selection(index_q, index_k, table, used, q_len):
+    run = _vllm()[0].minimax_m3_index_decode
+    heads, longest = index_q.shape[1], table.shape[1] * BLOCK
+    call = lambda: run(index_q, index_k, table, used, longest, TOPK, 0, 1, heads, q_len, q_len).transpose(0, 1)
+    return call, index_q
+
+
+# ---- checks and timing
+
+
+def check_attention(name, got, want):
+    """Against our checked answer: P of a peer has bf16's rounding, hence no tighter."""
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    if not error < 1e-2:
+        raise AssertionError(f"{name}: relative difference {error:.1e}")
+
+
+def check_selection(name, got, want):
+    """Near ties may go either way: 99 % of the ids must be the same."""
+    got, want = got.sort(-1).values, want.sort(-1).values
+    same = (got[..., :, None] == want[..., None, :]).any(-1).float().mean()
+    if not float(same) > 0.99:
+        raise AssertionError(f"{name}: only {100 * float(same):.1f} % of the ids are the same")
+
+
+def each(found, run):
+    """(name, run(peer)) of every peer that serves the case; what one doesn't serve or gets wrong is printed."""
+    results = []
+    for peer in found:
+        try:
+            results.append((peer.name, run(peer)))
+        except Exception as error:  # a peer's failure must not end our run
+            print(f"{peer.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    return results
