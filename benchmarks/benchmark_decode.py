@@ -1,7 +1,7 @@
 """Sparse decode attention on one GPU: time a call over batch, heads, dtype and draft tokens, cold and warm.
 
     python benchmarks/benchmark_decode.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--quick]
-        [--results FILE] [--cases decode_cases.json] [--seconds 400] [--no-peers]
+        [--results FILE] [--cases decode_cases.json] [--seconds 400] [--peers NAME ...]
 
 Protocol: a case is a CUDA graph of calls on inputs that rotate past twice the L2 ("cold"), or of 20 calls on one input
 ("warm"); the figure is the median over replays of (graph time / calls). Every case times the public function's own
@@ -198,7 +198,7 @@ def measure_peer(peer, problems, want):
     return graph_time(calls), graph_time(calls[:1] * 20)
 
 
-def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, splits, plain=False, with_peers=False):
+def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, splits, plain=False, chosen=()):
     """One row of the results: cold and warm of the public function, cold of each number of splits, the peers."""
     first = Problem(pool, kv_lens, q_len, kind, 0)
     # Distinct problems until they exceed what L2 could keep; a large call rotates by itself.
@@ -234,9 +234,9 @@ def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, sp
         "distinct": first.distinct / (len(kv_lens) * pool.kv_heads),
     }
     # Peers take whole selections, pages of 128 tokens and one q_len.
-    if with_peers and pool.page == 128 and min(kv_lens) - q_len + 1 > BLOCK * (TOPK - 1):
+    if pool.page == 128 and min(kv_lens) - q_len + 1 > BLOCK * (TOPK - 1):
         found = peers.attention(pool.k.dtype)
-        row["peers"] = dict(peers.each(found, lambda peer: measure_peer(peer, problems, reference[0])))
+        row["peers"] = dict(peers.each(found, chosen, lambda peer: measure_peer(peer, problems, reference[0])))
     if plain:  # without programmatic dependent launch
         row["no_overlap"] = {s: graph_time([p.call(operator, s, False) for p in problems]) for s in splits}
     return row
@@ -322,7 +322,7 @@ def main():
     parser.add_argument("--results", "--json", type=Path, help="results file to merge into")
     parser.add_argument("--cases", type=Path, help="weighted cases (decode_cases.json)")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--no-peers", action="store_true")
+    peers.add_option(parser)
     parser.add_argument("--seconds", type=float, default=400, help="start no new case after this time")
     options = parser.parse_args()
     m3_sparse = protocol.load(options.variant)
@@ -342,7 +342,7 @@ def main():
                 continue
             name = f"{dtype} {heads[0]}/{heads[1]} B{batch} q{q_len} kv32768 {kind}"
             plain = q_len == 1 and batch in (1, 16, 64)
-            case = (pool, name, [32768] * batch, q_len, kind, bandwidth, SPLITS, plain, not options.no_peers)
+            case = (pool, name, [32768] * batch, q_len, kind, bandwidth, SPLITS, plain, options.peers)
             rows.append(measure(m3_sparse, operator, *case))
             print(f"[{time.time() - STARTED:.0f} s] {name}: {rows[-1]['cold']:.2f} us", flush=True)
         del pool

@@ -1,7 +1,7 @@
 """select_blocks (score + top-k) on one GPU: time a call and its share of the copy bandwidth.
 
     python benchmarks/benchmark_select.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
-        [--quick] [--no-peers]
+        [--quick] [--peers NAME ...]
 
 Decode and verify steps of uniform batches, pages of 128 tokens at random places of a pool that no two requests share,
 top-k 16. "fp8": bf16 queries and e4m3 index keys. Bytes: every index key read once. FLOPs: 2 x 128 per (token, head,
@@ -91,11 +91,13 @@ def measure_peer(m3_sparse, peer, sets, lengths):
     q_len = sets[0][0].shape[0] // used.numel()
     prepared = [peer.prepare(*inputs, used, q_len) for inputs in sets]
     (call, query), (_, keys, table) = prepared[0], sets[0]
-    peers.check_selection(peer.name, call(), m3_sparse.select_blocks(query, keys, table, **lengths))
+    got = call()
+    ours = m3_sparse.block_scores if got.is_floating_point() else m3_sparse.select_blocks
+    peers.check_selection(peer.name, got, ours(query, keys, table, **lengths))
     return protocol.cold_and_warm(lambda call: call(), [(call,) for call, _ in prepared])
 
 
-def measure(m3_sparse, dtype, batch, kv_len, q_len, heads, bandwidth, with_peers):
+def measure(m3_sparse, dtype, batch, kv_len, q_len, heads, bandwidth, chosen):
     """The rows of one case: select_blocks and block_scores, then the peers' score and top-k."""
     sets, lengths, size = make_sets(batch, kv_len, q_len, heads, dtype)
     key = {"dtype": dtype, "heads": str(heads), "batch": batch, "q_len": q_len, "kv_len": kv_len, "page": PAGE}
@@ -108,10 +110,9 @@ def measure(m3_sparse, dtype, batch, kv_len, q_len, heads, bandwidth, with_peers
         for op, function in (("select", m3_sparse.select_blocks), ("score", m3_sparse.block_scores)):
             call = lambda q, k, t, function=function: function(q, k, t, **lengths)
             rows.append(row(op, "ours", protocol.cold_and_warm(call, sets)))
-        if with_peers:
-            found = peers.selection(sets[0][1].dtype)
-            timed = peers.each(found, lambda peer: measure_peer(m3_sparse, peer, sets, lengths))
-            rows += [row("select", name, times) for name, times in timed]
+        found = peers.selection(sets[0][1].dtype)
+        timed = peers.each(found, chosen, lambda peer: measure_peer(m3_sparse, peer, sets, lengths))
+        rows += [row("select", name, times) for name, times in timed]
     return rows
 
 
@@ -148,7 +149,7 @@ def main():
     parser.add_argument("--variant", required=True)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--quick", action="store_true", help="the three shapes of the targets")
-    parser.add_argument("--no-peers", action="store_true")
+    peers.add_option(parser)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     m3_sparse = protocol.load(options.variant)
@@ -159,7 +160,7 @@ def main():
     print(f"peers: {', '.join(peers.importable()) or 'none importable'}", flush=True)
     for dtype in ("bf16", "fp8"):
         for case in QUICK if options.quick else CASES:
-            rows += measure(m3_sparse, dtype, *case, bandwidth, not options.no_peers)
+            rows += measure(m3_sparse, dtype, *case, bandwidth, options.peers)
             torch.cuda.empty_cache()
     if options.results:
         protocol.merge_rows(options.results, [r for r in rows if r["op"] == "select"])

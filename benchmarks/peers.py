@@ -109,13 +109,15 @@ def _vllm_prefill(p):
 
 
 # ---- selection in decode: prepare(index_q, index_k, table, used, q_len) -> (call, queries as the peer sees them)
-# The call returns ids [T, heads, 16] in any order.
+# The call returns ids [T, heads, 16] in any order; a peer named "... score" (sizes without a top-k program) returns
+# the scores [T, heads, blocks] alone.
 
 
 def selection(key_dtype):
     found = []
     if key_dtype in (torch.bfloat16, torch.float8_e4m3fn) and _flashinfer():
         found.append(Peer("flashinfer-cake", _flashinfer_selection))
+        found.append(Peer("flashinfer-cake score", _flashinfer_scores))
     if _vllm()[0]:
         found.append(Peer("vllm-triton", _vllm_selection))
     return found
@@ -127,6 +129,16 @@ def _candidates(used, q_len):
     return ((end.flatten() + BLOCK - 1) // BLOCK).int()
 
 
+def _flashinfer_scores(index_q, index_k, table, used, q_len):
+    run = _flashinfer().hopper_msa_proxy_score_decode
+    query = index_q if index_q.dtype == index_k.dtype else index_q.to(index_k.dtype)
+    keys = index_k[:, None]
+    scores = torch.empty(index_q.shape[1], table.shape[1], index_q.shape[0], device=index_q.device)
+    options = {"page_table": table, "seqused_k": used, "per_head": scores}
+    call = lambda: run(query, keys, max_seqlen_q=q_len, batch_size=used.numel(), **options).permute(2, 0, 1)
+    return call, query.to(index_q.dtype)
+
+
 def _flashinfer_selection(index_q, index_k, table, used, q_len):
     cake = _flashinfer()
     tokens, heads, _ = index_q.shape
@@ -134,25 +146,15 @@ def _flashinfer_selection(index_q, index_k, table, used, q_len):
     sms = torch.cuda.get_device_properties(index_q.device).multi_processor_count
     if not cake.topk_route_available(num_heads=heads, tiles=tiles, total_q=tokens, num_sms=sms, masked=True, nvp=True):
         raise NotImplementedError(f"no FlashInfer top-k program for {tokens} rows of {tiles} blocks")
-    query = index_q if index_q.dtype == index_k.dtype else index_q.to(index_k.dtype)
-    keys = index_k[:, None]
-    scores = torch.empty(heads, tiles, tokens, device=index_q.device)
+    score, query = _flashinfer_scores(index_q, index_k, table, used, q_len)
     ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=index_q.device)
     seen = _candidates(used, q_len)
 
     def call():
-        cake.hopper_msa_proxy_score_decode(
-            query,
-            keys,
-            page_table=table,
-            seqused_k=used,
-            per_head=scores,
-            max_seqlen_q=q_len,
-            batch_size=used.numel(),
-        )
+        scores = score().permute(1, 2, 0)  # as they were written: [heads, blocks, T]
         return cake.hopper_msa_topk_select(scores, TOPK, ids, num_valid_pages=seen, force_end_blocks=1)
 
-    return call, query.to(index_q.dtype)
+    return call, query
 
 
 def _vllm_selection(index_q, index_k, table, used, q_len):
@@ -160,6 +162,36 @@ def _vllm_selection(index_q, index_k, table, used, q_len):
     heads, longest = index_q.shape[1], table.shape[1] * BLOCK
     call = lambda: run(index_q, index_k, table, used, longest, TOPK, 0, 1, heads, q_len, q_len).transpose(0, 1)
     return call, index_q
+
+
+# ---- scores in prefill: prepare(index_q, index_k, table, cu_seqlens, used, q_len) -> (call, queries as it sees them)
+# The call returns the scores [T, heads, blocks]; a block that a row doesn't see may hold anything.
+
+
+def prefill_scores(key_dtype):
+    found = []
+    if key_dtype == torch.float8_e4m3fn and _flashinfer():
+        found.append(Peer("flashinfer-cake score", _flashinfer_prefill_scores))
+    if _vllm()[0]:
+        found.append(Peer("vllm-triton score", _vllm_prefill_scores))
+    return found
+
+
+def _flashinfer_prefill_scores(index_q, index_k, table, cu_seqlens, used, q_len):
+    run = _flashinfer().hopper_msa_proxy_score_prefill
+    query, keys = index_q.to(index_k.dtype), index_k[:, None]
+    scores = torch.empty(index_q.shape[1], table.shape[1], index_q.shape[0], device=index_q.device)
+    options = {"page_table": table, "seqused_k": used, "per_head": scores, "batch_size": used.numel()}
+    call = lambda: run(query, keys, cu_seqlens, max_seqlen_q=q_len, **options).permute(2, 0, 1)
+    return call, query.to(index_q.dtype)
+
+
+def _vllm_prefill_scores(index_q, index_k, table, cu_seqlens, used, q_len):
+    run = _vllm()[0].minimax_m3_index_score
+    heads, longest, before = index_q.shape[1], table.shape[1] * BLOCK, used - cu_seqlens.diff()
+    blocks = table.shape[1]
+    call = lambda: run(index_q, index_k, table, cu_seqlens, used, before, q_len, longest, heads)
+    return lambda: call()[..., :blocks].transpose(0, 1), index_q
 
 
 # ---- checks and timing
@@ -173,17 +205,28 @@ def check_attention(name, got, want):
 
 
 def check_selection(name, got, want):
-    """Near ties may go either way: 99 % of the ids must be the same."""
+    """Scores within fp32 rounding; near ties of ids may go either way: 99 % of the ids must be the same."""
+    if got.is_floating_point():
+        seen = want.isfinite()
+        torch.testing.assert_close(got[seen], want[seen], rtol=1e-3, atol=1e-2)
+        return
     got, want = got.sort(-1).values, want.sort(-1).values
     same = (got[..., :, None] == want[..., None, :]).any(-1).float().mean()
     if not float(same) > 0.99:
         raise AssertionError(f"{name}: only {100 * float(same):.1f} % of the ids are the same")
 
 
-def each(found, run):
-    """(name, run(peer)) of every peer that serves the case; what one doesn't serve or gets wrong is printed."""
+def add_option(parser):
+    """--peers: which ones, None for all; given without a name, none."""
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help="only these (default: all that can be imported)")
+
+
+def each(found, chosen, run):
+    """(name, run(peer)) of every chosen peer that serves the case; what one doesn't serve or gets wrong is printed."""
     results = []
     for peer in found:
+        if chosen is not None and peer.name.split()[0] not in chosen:
+            continue
         try:
             results.append((peer.name, run(peer)))
         except Exception as error:  # a peer's failure must not end our run

@@ -73,7 +73,7 @@ def cold_and_warm(call, input_sets):
 
 
 def copy_bandwidth():
-    """GB/s of a 4 GiB device-to-device copy, read and written bytes counted. Not in a graph, where copies are slower."""
+    """GB/s of a 4 GiB device-to-device copy, bytes read and written; not in a graph, where copies are slower."""
     source = torch.empty(1 << 30, device="cuda").normal_()
     target = torch.empty_like(source)
     times = []

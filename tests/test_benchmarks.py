@@ -86,8 +86,8 @@ def test_peers_are_optional():
     import torch, peers
     assert peers.importable() == [] and peers.attention(torch.float8_e4m3fn) == peers.selection(torch.bfloat16) == []
     good, bad = peers.Peer("good", None), peers.Peer("bad", None)
-    timed = peers.each([bad, good], lambda peer: (1.0, 2.0) if peer is good else 1 / 0)
-    assert timed == [("good", (1.0, 2.0))]
+    timed = peers.each([bad, good], None, lambda peer: (1.0, 2.0) if peer is good else 1 / 0)
+    assert timed == [("good", (1.0, 2.0))] and peers.each([good], ["other"], None) == peers.each([good], [], None) == []
     print("over")
     """
     out = run(code)

@@ -3,9 +3,9 @@
     python tests/gpu/sanitizer_sweep.py --variant build/torch-stable-abi211-cu130-x86_64-linux --log FILE
 
 runs the sweep under memcheck, racecheck, synccheck and initcheck and writes what they said; without --log it runs the
-sweep alone. Tensors are made on the CPU and copied, so that no kernel but ours is launched, and each has an allocation of
-its own. Every answer is compared with the reference on the CPU. tests/test_sanitizer_sweep.py checks without a GPU that
-no program is missing.
+sweep alone. Tensors are made on the CPU and copied, so that no kernel but ours is launched, and each has an allocation
+of its own. Every answer is compared with the reference on the CPU. tests/test_sanitizer_sweep.py checks without a GPU
+that no program is missing.
 """
 
 import argparse
