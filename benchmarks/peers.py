@@ -1,13 +1,17 @@
 """Other libraries' kernels for the same work, timed in the same run on the same inputs where they can be imported.
 
     flashinfer-cake  FlashInfer's SM90 programs, called below its public checks: attention (e4m3 caches), scores, top-k
+    flashinfer-cute  its CuTe-DSL kernels of the same: e4m3 scores in decode, attention in prefill
     vllm-triton      vLLM's Triton kernels for MiniMax-M3
 
 Both want K and V as the halves of one cache [pages, heads, 128, 256] and the selection head by head: `Paged`. Each
 `prepare` does what a caller does once (other layouts, workspace) and returns the call to be timed. FlashInfer scores
-with queries in the dtype of the cache: e4m3 queries for an e4m3 cache, the other peer and ours bf16.
+with queries in the dtype of the cache: e4m3 queries for an e4m3 cache, vLLM and ours bf16. Where it has no SM90 program
+for a top-k, its CuTe-DSL kernel follows the scores.
 """
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -56,6 +60,14 @@ def _flashinfer():
     return cake_hopper_sm90 if torch.cuda.get_device_capability() == (9, 0) else None
 
 
+def _cute(name):
+    """One of FlashInfer's CuTe-DSL modules, which need nvidia-cutlass-dsl to import."""
+    try:
+        return importlib.import_module(f"flashinfer.msa_ops.cute_dsl.{name}") if _flashinfer() else None
+    except ImportError:
+        return None
+
+
 def _vllm():
     try:
         from vllm.models.minimax_m3.common.ops import index_topk, sparse_attn
@@ -66,7 +78,12 @@ def _vllm():
 
 def importable():
     """Names of the peers found here."""
-    return [name for name, found in (("flashinfer-cake", _flashinfer()), ("vllm-triton", _vllm()[0])) if found]
+    found = {
+        "flashinfer-cake": _flashinfer(),
+        "flashinfer-cute": _cute("proxy_score_decode_sm90"),
+        "vllm-triton": _vllm()[0],
+    }
+    return [name for name, module in found.items() if module]
 
 
 # ---- attention: prepare(Paged) -> call
@@ -77,6 +94,8 @@ def attention(kv_dtype, prefill=False):
     found = []
     if kv_dtype == torch.float8_e4m3fn and _flashinfer():
         found.append(Peer("flashinfer-cake", _flashinfer_prefill if prefill else _flashinfer_decode))
+    if kv_dtype == torch.float8_e4m3fn and prefill and _cute("sparse_prefill_sm90"):
+        found.append(Peer("flashinfer-cute", _cute_prefill))
     if _vllm()[1]:
         found.append(Peer("vllm-triton", _vllm_prefill if prefill else _vllm_decode))
     return found
@@ -94,6 +113,12 @@ def _flashinfer_prefill(p):
     k, v = p.kv[..., :DIM], p.kv[..., DIM:]
     options = {"page_table": p.table, "seqused_k": p.used, "softmax_scale": DIM**-0.5, "out": p.out}
     return lambda: run(p.q, k, v, p.ids, p.cu_seqlens, **options)
+
+
+def _cute_prefill(p):
+    run = _cute("sparse_prefill_sm90").run
+    before = (p.used - p.cu_seqlens.diff()).int()
+    return lambda: run(p.q, p.kv, p.ids, p.cu_seqlens, p.table, p.used, before, p.out)
 
 
 def _vllm_decode(p):
@@ -116,8 +141,11 @@ def _vllm_prefill(p):
 def selection(key_dtype):
     found = []
     if key_dtype in (torch.bfloat16, torch.float8_e4m3fn) and _flashinfer():
-        found.append(Peer("flashinfer-cake", _flashinfer_selection))
+        found.append(Peer("flashinfer-cake", functools.partial(_flashinfer_selection, _flashinfer_scores)))
         found.append(Peer("flashinfer-cake score", _flashinfer_scores))
+    if key_dtype == torch.float8_e4m3fn and _cute("proxy_score_decode_sm90"):
+        found.append(Peer("flashinfer-cute", functools.partial(_flashinfer_selection, _cute_scores)))
+        found.append(Peer("flashinfer-cute score", _cute_scores))
     if _vllm()[0]:
         found.append(Peer("vllm-triton", _vllm_selection))
     return found
@@ -139,20 +167,38 @@ def _flashinfer_scores(index_q, index_k, table, used, q_len):
     return call, query.to(index_q.dtype)
 
 
-def _flashinfer_selection(index_q, index_k, table, used, q_len):
-    cake = _flashinfer()
-    tokens, heads, _ = index_q.shape
-    tiles = table.shape[1]
-    sms = torch.cuda.get_device_properties(index_q.device).multi_processor_count
-    if not cake.topk_route_available(num_heads=heads, tiles=tiles, total_q=tokens, num_sms=sms, masked=True, nvp=True):
-        raise NotImplementedError(f"no FlashInfer top-k program for {tokens} rows of {tiles} blocks")
-    score, query = _flashinfer_scores(index_q, index_k, table, used, q_len)
-    ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=index_q.device)
-    seen = _candidates(used, q_len)
+def _cute_scores(index_q, index_k, table, used, q_len):
+    run = _cute("proxy_score_decode_sm90").run
+    query, keys = index_q.to(index_k.dtype), index_k[:, None]
+    scores = torch.empty(index_q.shape[1], table.shape[1], index_q.shape[0], device=index_q.device)
 
     def call():
-        scores = score().permute(1, 2, 0)  # as they were written: [heads, blocks, T]
-        return cake.hopper_msa_topk_select(scores, TOPK, ids, num_valid_pages=seen, force_end_blocks=1)
+        run(query, keys, None, table, used, scores)
+        return scores.permute(2, 0, 1)
+
+    return call, query.to(index_q.dtype)
+
+
+def _flashinfer_selection(prepare_scores, index_q, index_k, table, used, q_len):
+    cake, cute = _flashinfer(), _cute("topk_select_sm90")
+    tokens, heads, _ = index_q.shape
+    shape = {"num_heads": heads, "tiles": table.shape[1], "total_q": tokens}
+    sms = torch.cuda.get_device_properties(index_q.device).multi_processor_count
+    score, query = prepare_scores(index_q, index_k, table, used, q_len)
+    seen = _candidates(used, q_len)
+    ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=index_q.device)
+    if cake.topk_route_available(**shape, num_sms=sms, masked=True, nvp=True):
+        select = lambda scores: cake.hopper_msa_topk_select(scores, TOPK, ids, num_valid_pages=seen, force_end_blocks=1)
+    elif cute:
+        heads_first = torch.empty(heads, tokens, TOPK, dtype=torch.int32, device=index_q.device)
+        ids = heads_first.transpose(0, 1)
+        select = lambda scores: cute.run(scores, None, None, heads_first, seen, 0, 1)
+    else:
+        raise NotImplementedError(f"no FlashInfer top-k for {shape}")
+
+    def call():
+        select(score().permute(1, 2, 0))  # as they were written: [heads, blocks, T]
+        return ids
 
     return call, query
 
