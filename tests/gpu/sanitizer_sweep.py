@@ -90,10 +90,12 @@ class Sweep:
         tensors = (query, keys, table, cu, torch.tensor(kv_lens, dtype=torch.int32))
         ids, scores = torch.zeros(tokens, 4, 16, dtype=torch.int32), torch.zeros(tokens, 4, -(-width * page // 128))
         got = self.call("select_blocks", ids, scores, *tensors, 1, 0)
+        kept = self.call("select_blocks", ids, None, *tensors, 1, 0)  # scores in a workspace, which starts as it is
         alone = self.call("block_scores", scores, *tensors)
         if self.reference:
             close(got[1], self._scores(scores, tensors), 1e-3)
             same_bytes(alone[0], got[1].cpu())
+            same_bytes(kept[0], got[0].cpu())
             rows = self.reference.locate_rows(cu, tensors[4], tokens, width * page)
             count = self.reference.block_count(rows.end)
             assert torch.equal(got[0].cpu(), self.reference.select_from_scores(got[1].cpu(), count, 16, 1, 0))
