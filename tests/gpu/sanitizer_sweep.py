@@ -13,6 +13,7 @@ import datetime
 import importlib.util
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -157,9 +158,27 @@ def sweep(variant):
     print(f"swept: {one.calls} calls, every answer right")
 
 
+def watched(command, environment, seconds):
+    """(output, exit status) of a command; it and what it started are ended after `seconds`."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        return process.communicate(timeout=seconds)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0], f"stopped after {seconds} s"
+
+
 def sanitize(variant, log, sanitizer, tools):
     """Runs the sweep once a tool; what the tools said goes to `log`. True if none had anything to say."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--variant", str(variant)]
+    script = Path(__file__).resolve()
+    command = [sys.executable, str(script), "--variant", str(variant)]
     # Each tensor its own allocation: an access past its end is past an allocation's.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
@@ -167,19 +186,12 @@ def sanitize(variant, log, sanitizer, tools):
     clean = True
     for tool in tools:
         start = time.monotonic()
-        options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "40"]
-        try:
-            done = subprocess.run(
-                [sanitizer, *options, *command], capture_output=True, text=True, env=environment, timeout=SECONDS
-            )
-            text, status = done.stdout + done.stderr, done.returncode
-        except subprocess.TimeoutExpired as error:
-            text = "".join(x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr))
-            status = f"stopped after {SECONDS} s"
+        options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "40", "--show-backtrace", "device"]
+        text, status = watched([sanitizer, *options, *command], environment, SECONDS)
         clean = clean and status == 0
         verdict = f"{tool}: exit {status}, {time.monotonic() - start:.0f} s"
         print(verdict, *[line for line in text.splitlines() if "SUMMARY" in line], sep="\n", flush=True)
-        parts += ["", verdict, text.strip()]
+        parts += ["", verdict, text.strip().replace(f"{script.parents[2]}/", "")]
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     Path(log).write_text("\n".join(parts) + "\n")
     return clean
