@@ -188,9 +188,11 @@ def sanitize(variant, log, sanitizer, tools):
         start = time.monotonic()
         options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "40", "--show-backtrace", "device"]
         text, status = watched([sanitizer, *options, *command], environment, SECONDS)
-        clean = clean and status == 0
+        summary = [line for line in text.splitlines() if "SUMMARY" in line]
+        # A warning of racecheck leaves the exit status alone.
+        clean = clean and status == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
         verdict = f"{tool}: exit {status}, {time.monotonic() - start:.0f} s"
-        print(verdict, *[line for line in text.splitlines() if "SUMMARY" in line], sep="\n", flush=True)
+        print(verdict, *summary, sep="\n", flush=True)
         parts += ["", verdict, text.strip().replace(f"{script.parents[2]}/", "")]
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     Path(log).write_text("\n".join(parts) + "\n")
