@@ -247,9 +247,9 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
                   "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
   STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, size) && aligned16(v_cache, size)),
                   "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(splits == 0 || splits == 1 || splits == 2 || splits == 4 ||
-                      (splits == 16 && block_indices.size(2) <= 16),
-                  "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
+  STD_TORCH_CHECK(
+      splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
+      "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
   if (b == 0) {  // every row lies past the last request
     torch::stable::zero_(out);
     if (lse.has_value()) torch::stable::fill_(*lse, -std::numeric_limits<double>::infinity());

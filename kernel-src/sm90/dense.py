@@ -298,9 +298,7 @@ class Dense(FlashAttentionForwardSm90):
 
         # Page numbers: 32 in registers, the 32 below on their way.
         chunk = (first << page_shift) >> 5
-        entries = ptx.load_i32_if(
-            page_row + Int64(chunk * 32 + lane) * 4, Int32(chunk * 32 + lane < page_width), -1
-        )
+        entries = ptx.load_i32_if(page_row + Int64(chunk * 32 + lane) * 4, Int32(chunk * 32 + lane < page_width), -1)
         below = ptx.load_i32_if(page_row + Int64(chunk * 32 - 32 + lane) * 4, Int32(chunk > 0), -1)
         entry = (first << page_shift) & 31
         page_a, page_b = ptx.shuffle(entries, entry), ptx.shuffle(entries, entry + page_shift)

@@ -14,21 +14,21 @@
 namespace m3_sparse {
 namespace {
 
+using launch::TensorMap;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using launch::TensorMap;
 using Address = const void*;
 using I64 = std::int64_t;
 using I32 = std::int32_t;
 
 using DenseParams =
-    launch::Params<TensorMap, TensorMap, TensorMap,                              // q, k, v
+    launch::Params<TensorMap, TensorMap, TensorMap,                                // q, k, v
                    Address, Address, Address, Address, Address, Address, Address,  // page table, offsets, lengths, out,
                                                                                    // lse, k_scale, v_scale
-                   I64,                                             // byte strides: page table row
-                   I64, I64, I64,                                   // out: split, token, head
-                   I64, I64, I64,                                   // lse
-                   I64, I64,                                        // k_scale, v_scale: head
+                   I64,                                                            // byte strides: page table row
+                   I64, I64, I64,                                                  // out: split, token, head
+                   I64, I64, I64,                                                  // lse
+                   I64, I64,                                                       // k_scale, v_scale: head
                    I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,  // T, B, M, P, log2 pages of a block, reach, heads
                                                                       // a KV head, tokens of a tile, causal, splits
                    float>;                                            // softmax_scale
@@ -73,7 +73,8 @@ DensePlan dense_plan(I64 tokens, I64 requests, I64 q_heads, I64 kv_heads, I64 re
   const int rows = tokens * group <= 64 * requests ? 64 : 128;
   const I64 tiles = requests * ceil_div(ceil_div(tokens, requests), rows / group) * kv_heads;
   const I64 partial = tokens * q_heads * (kHeadDim + 1) * 4;
-  const I64 most = std::min({kMostDenseSplits, reach / kLeastKeysOfASplit, kMostPartialBytes / std::max<I64>(partial, 1)});
+  const I64 most =
+      std::min({kMostDenseSplits, reach / kLeastKeysOfASplit, kMostPartialBytes / std::max<I64>(partial, 1)});
   // A CTA fills a multiprocessor. The fewest splits whose waves are nearly as full as any.
   const auto full = [&](I64 splits) {
     const I64 ctas = tiles * splits;
