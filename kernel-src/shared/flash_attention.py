@@ -5,6 +5,7 @@ Triton. A kernel needs a few modules below them, so the packages are entered her
 before anything of `flash_attn.cute` or `quack`.
 """
 
+import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -27,6 +28,8 @@ def _folder(name):
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+if importlib.metadata.version("flash-attn-4") != VERSION:
+    raise ImportError(f"expected flash-attn-4 {VERSION}, found {importlib.metadata.version('flash-attn-4')}")
 _root = _folder("flash_attn")
 _enter("quack", _folder("quack"))
 _enter("flash_attn", _root)
