@@ -23,11 +23,10 @@ def dense_plan(tokens, requests, q_heads, kv_heads, reach, multiprocessors=MULTI
     tiles = requests * ceil_div(ceil_div(tokens, requests), rows // group) * kv_heads
     most = max(1, min(32, reach // 512, (16 << 20) // (tokens * q_heads * 129 * 4)))
 
-    def full(splits):
-        return tiles * splits / (ceil_div(tiles * splits, multiprocessors) * multiprocessors)
+    def time(splits):
+        return ceil_div(tiles * splits, multiprocessors) * (ceil_div(ceil_div(reach, 128), splits) + 2)
 
-    best = max(map(full, range(1, most + 1)))
-    return rows, next((s for s in range(1, most) if full(s) >= 0.9 * best), most)
+    return rows, min(range(1, most + 1), key=time)
 
 
 def program(dtype, rows):
@@ -150,7 +149,7 @@ def chooses_the_plan_by_shape(driver):
         assert launch.entry == program("bfloat16", rows) and launch.params[-2] == splits, case
         assert launch.grid == ((tokens + (requests + 1) * (tile - 1)) // tile, heads[1], splits), case
         assert not driver.launches
-    assert dense_plan(1, 1, 64, 4, 32768) == (64, 29) and dense_plan(64, 64, 64, 4, 32768) == (64, 1)
+    assert dense_plan(1, 1, 64, 4, 32768) == (64, 32) and dense_plan(64, 64, 64, 4, 32768) == (64, 1)
     assert dense_plan(16, 16, 64, 4, 32768) == (64, 2) and dense_plan(8192, 1, 64, 4, 8192) == (128, 1)
 
 

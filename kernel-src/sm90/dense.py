@@ -57,6 +57,7 @@ from shared.program import Program
 from shared.softmax import LOG2_E, SMALLEST
 
 DIM, KEYS, STAGES = 128, 128, 2
+PER_LANE = 4  # requests that a lane looks at in a round of the search
 HALF = KEYS * 128  # bytes of 64 columns of a key tile
 SLAB = 2 * HALF
 NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
@@ -237,30 +238,41 @@ class Dense(FlashAttentionForwardSm90):
         reach: Int32,
         tile_tokens: Int32,
     ):
-        """(request, first row, rows, tile of the request, kv_len) by the whole warp, 32 requests a round; rows 0: none."""
-        request, first, length, block = requests + 1, Int32(0), Int32(0), Int32(0)
+        """(request, first row, rows, tile of the request, kv_len) by the whole warp; rows 0: there is no such tile.
+
+        A round takes 4 requests a lane, all loads at once: the latency of one access for 128 requests.
+        """
+        request, first, length, block, used = requests + 1, Int32(0), Int32(0), Int32(0), Int32(0)
         base, before, missing = Int32(0), Int32(0), Int32(1)
         while (missing != 0) & (base <= requests):
-            r = base + lane
-            start = ptx.load_i32_if(cu_seqlens + Int64(r) * 4, Int32(r <= requests), 2147483647)
-            stop = ptx.load_i32_if(cu_seqlens + Int64(r + 1) * 4, Int32(r < requests), 2147483647)
-            start = ptx.clamp(start, Int32(0), tokens)
-            stop = ptx.clamp(stop, start, tokens)
-            tiles = ptx.divide_u32(stop - start + tile_tokens - 1, tile_tokens)
-            upto = tiles
+            r = base + lane * PER_LANE
+            offsets = [
+                (cu_seqlens + Int64(r + i) * 4, Int32(r + i <= requests), 2147483647) for i in range(PER_LANE + 1)
+            ]
+            lengths = [(seqused + Int64(r + i) * 4, Int32(r + i < requests), 0) for i in range(PER_LANE)]
+            loaded = ptx.load_i32_batch(offsets + lengths)
+            starts = [ptx.clamp(x, Int32(0), tokens) for x in loaded[: PER_LANE + 1]]
+            sizes = [ptx.maximum_i32(starts[i + 1] - starts[i], Int32(0)) for i in range(PER_LANE)]
+            tiles = [ptx.divide_u32(x + tile_tokens - 1, tile_tokens) for x in sizes]
+            upto = tiles[0] + tiles[1] + tiles[2] + tiles[3]
             for i in cutlass.range_constexpr(5):
                 other = ptx.shuffle_up(upto, 1 << i)
                 upto = upto + ptx.select(lane >= (1 << i), other, Int32(0))
             hits = ptx.ballot(Int32(before + upto > index))
             if hits != 0:
                 hit = ptx.count_bits((hits & (0 - hits)) - 1)
-                request, first = base + hit, ptx.shuffle(start, hit)
-                length = ptx.shuffle(stop, hit) - first
-                # The last tile of a request, the longest one with a causal mask, goes first.
-                block = ptx.maximum_i32(before + ptx.shuffle(upto, hit) - 1 - index, Int32(0))
+                # Of the lane's own requests; the last tile of a request, the longest with a causal mask, goes first.
+                end = before + upto
+                here = [Int32(0)] * 5
+                for i in cutlass.range_constexpr(PER_LANE - 1, -1, -1):
+                    found = index < end
+                    what = [r + i, starts[i], sizes[i], end - 1 - index, loaded[PER_LANE + 1 + i]]
+                    here = [ptx.select(found, x, y) for x, y in zip(what, here)]
+                    end = end - tiles[i]
+                request, first, length, block, used = [ptx.shuffle(x, hit) for x in here]
+                block = ptx.maximum_i32(block, Int32(0))
                 missing = Int32(0)
-            before, base = before + ptx.shuffle(upto, 31), base + 32
-        used = ptx.load_i32_if(seqused + Int64(request) * 4, Int32(request < requests), 0)
+            before, base = before + ptx.shuffle(upto, 31), base + 32 * PER_LANE
         return request, first, length, block, ptx.clamp(used, Int32(0), reach)
 
     # ---- the loader: one warp

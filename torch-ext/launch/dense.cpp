@@ -41,6 +41,8 @@ static_assert(DenseParams::match_all(cubins::dense_f16_m128));
 constexpr I64 kKeys = 128, kHeadDim = 128;
 // Below this a split's work is less than what it costs to start it and to merge its result.
 constexpr I64 kLeastKeysOfASplit = 512;
+// Estimated, not measured.
+constexpr I64 kBlocksOfACta = 2;
 // Partial outputs are written and read once more: they should stay in L2.
 constexpr I64 kMostPartialBytes = 16 << 20;
 
@@ -75,15 +77,12 @@ DensePlan dense_plan(I64 tokens, I64 requests, I64 q_heads, I64 kv_heads, I64 re
   const I64 partial = tokens * q_heads * (kHeadDim + 1) * 4;
   const I64 most =
       std::min({kMostDenseSplits, reach / kLeastKeysOfASplit, kMostPartialBytes / std::max<I64>(partial, 1)});
-  // A CTA fills a multiprocessor. The fewest splits whose waves are nearly as full as any.
-  const auto full = [&](I64 splits) {
-    const I64 ctas = tiles * splits;
-    return static_cast<double>(ctas) / static_cast<double>(ceil_div(ctas, multiprocessors) * multiprocessors);
-  };
-  double best = full(1);
-  for (I64 splits = 2; splits <= most; ++splits) best = std::max(best, full(splits));
+  // A CTA fills a multiprocessor. Time in key blocks: waves times a CTA's share, with what its start and end cost.
+  const I64 blocks = ceil_div(reach, kKeys);
+  const auto time = [&](I64 n) { return ceil_div(tiles * n, multiprocessors) * (ceil_div(blocks, n) + kBlocksOfACta); };
   int splits = 1;
-  while (splits < most && full(splits) < 0.9 * best) ++splits;
+  for (int n = 2; n <= most; ++n)
+    if (time(n) < time(splits)) splits = n;
   return {rows, splits};
 }
 
