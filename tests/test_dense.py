@@ -4,8 +4,10 @@ Each check runs in a process of its own (`python tests/test_dense.py NAME`), whe
 What the kernel computes is tested in tests/gpu/test_dense_gpu.py.
 """
 
+import sys
+
 import pytest
-from launch_checks import LaunchChecks, error_of, needs_variant, operators
+from launch_checks import VARIANTS, LaunchChecks, error_of, needs_variant, operators
 
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
@@ -129,6 +131,36 @@ def overlapping_pages_are_no_copy(driver):
     found = driver.launches.pop().params[1]
     assert (found.base, found.extents) == (dense.data_ptr(), (128, 128, 2, 173))
     assert found.strides == (256, 300 * 256, 256)
+
+
+@check
+def the_adapter_copies_no_contiguous_cache(driver):
+    """A dense layer of transformers, prefill and a decode step, as on an SM90 device."""
+    import importlib.util
+    import types
+
+    import torch
+
+    place = VARIANTS[0] / "__init__.py"
+    spec = importlib.util.spec_from_file_location("m3_sparse", place, submodule_search_locations=[str(place.parent)])
+    sys.modules["m3_sparse"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    from m3_sparse import capability
+    from m3_sparse.transformers import flash_attn_forward
+
+    capability.architecture = lambda device: "sm_90"
+    layer = types.SimpleNamespace(indexer=None, layer_idx=1)
+    for q_len, kv_len in ((256, 256), (1, 1024)):
+        query = torch.zeros(2, 16, q_len, 128, dtype=torch.bfloat16)
+        key, value = (torch.zeros(2, 2, kv_len, 128, dtype=torch.bfloat16) for _ in range(2))
+        out, _ = flash_attn_forward(layer, query, key, value, None, scaling=0.25)
+        launch = next(x for x in driver.launches if "dense" in x.entry)
+        for found, cache in zip(launch.params[1:3], (key, value)):
+            assert found.base == cache.data_ptr() and found.strides == (256, kv_len * 256, 256)
+            # Both rows' keys: a page starts at every token that has 127 behind it.
+            assert found.extents == (128, 128, 2, 2 * kv_len + kv_len - 127)
+        assert out.shape == (2, q_len, 16, 128) and launch.params[-1] == 0.25 and launch.params[-3] == 1
+        del driver.launches[:]
 
 
 @check
