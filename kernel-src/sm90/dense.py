@@ -539,6 +539,7 @@ class Dense(FlashAttentionForwardSm90):
         if thread == 0:
             smem.mbarrier_init(own, Int32(1))
             smem.mbarrier_init(own + 8, Int32(1))
+        cute.arch.mbarrier_init_fence()
 
         request, first_row, length, block, kv_len = self.find_tile(
             index, lane, cu_seqlens, seqused, tokens, requests, reach, tile_tokens
