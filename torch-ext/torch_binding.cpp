@@ -15,7 +15,9 @@
 #include "launch/decode_score.h"
 #include "launch/decode_select.h"
 #include "launch/launch.h"
+#include "launch/dense.h"
 #include "launch/store.h"
+#include "launch/tensor_map.h"
 #include "launch/topk.h"
 #include "registration.h"
 
@@ -57,6 +59,13 @@ std::int64_t kv_size(ScalarType q, ScalarType kv) {
   if (q != ScalarType::BFloat16 && q != ScalarType::Half) return 0;
   if (kv == ScalarType::Float8_e4m3fn || kv == ScalarType::Float8_e5m2) return 1;
   return kv == q ? 2 : 0;
+}
+
+// Whether a tensor map of 16-bit elements can describe the first `dims` dimensions of a tensor.
+bool maps(const Tensor& t, int dims) {
+  for (int i = 0; i < dims; ++i)
+    if (!m3_sparse::launch::fits_tensor_map(t.size(i), t.stride(i) * 2)) return false;
+  return true;
 }
 
 void check_scale(const std::optional<Tensor>& scale, const Tensor& like, std::int64_t heads, const char* what) {
@@ -261,6 +270,61 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
                     static_cast<int>(splits), overlap);
 }
 
+void aot_dense_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
+                         Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, double softmax_scale, bool causal,
+                         std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, std::int64_t splits) {
+  STD_TORCH_CHECK(q.dim() == 3 && q.size(2) == 128, "q: expected [T, Hq, 128]");
+  STD_TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(3) == 128 && (k_cache.size(2) == 64 || k_cache.size(2) == 128),
+                  "k_cache: expected [P, Hkv, 64 or 128, 128]");
+  const std::int64_t t = q.size(0), hq = q.size(1), p = k_cache.size(0), hkv = k_cache.size(1), page = k_cache.size(2);
+  STD_TORCH_CHECK(v_cache.dim() == 4 && v_cache.size(0) == p && v_cache.size(1) == hkv && v_cache.size(2) == page &&
+                      v_cache.size(3) == 128,
+                  "v_cache: expected the shape of k_cache");
+  STD_TORCH_CHECK((q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half) &&
+                      k_cache.scalar_type() == q.scalar_type() && v_cache.scalar_type() == q.scalar_type(),
+                  "q, k_cache, v_cache: expected one dtype, bfloat16 or float16");
+  STD_TORCH_CHECK(hkv >= 1 && hq % hkv == 0 && hq / hkv <= 16 && (hq >= 1 || t == 0),
+                  "q: expected 1 to 16 query heads for each KV head");
+  STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == t && out.size(1) == hq && out.size(2) == 128 &&
+                      out.scalar_type() == q.scalar_type(),
+                  "out: expected shape and dtype of q");
+  STD_TORCH_CHECK(!lse.has_value() || (lse->dim() == 2 && lse->size(0) == t && lse->size(1) == hq &&
+                                       lse->scalar_type() == ScalarType::Float && same_device(*lse, q)),
+                  "lse: expected float32 [T, Hq] on q's device");
+  STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int), "seqused_k: expected contiguous int32 [B]");
+  const std::int64_t b = seqused_k.size(0);
+  STD_TORCH_CHECK(is_vector(cu_seqlens_q, ScalarType::Int) && cu_seqlens_q.size(0) == b + 1,
+                  "cu_seqlens_q: expected contiguous int32 [B + 1]");
+  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == b && block_table.scalar_type() == ScalarType::Int &&
+                      (block_table.size(1) < 2 || block_table.stride(1) == 1),
+                  "block_table: expected int32 [B, M], contiguous rows");
+  STD_TORCH_CHECK(t <= INT32_MAX / 64 && b <= INT32_MAX / 256 && hkv <= 65535 && p <= INT32_MAX &&
+                      block_table.size(1) <= INT32_MAX / 64,
+                  "expected at most 2^25 - 1 tokens and table columns, 2^23 - 1 requests, 65535 KV heads and 2^31 - 1 "
+                  "pages");
+  STD_TORCH_CHECK(same_device(out, q) && same_device(k_cache, q) && same_device(v_cache, q) &&
+                      same_device(block_table, q) && same_device(cu_seqlens_q, q) && same_device(seqused_k, q),
+                  "all tensors: expected one device");
+  check_scale(k_scale, q, hkv, "k_scale");
+  check_scale(v_scale, q, hkv, "v_scale");
+  STD_TORCH_CHECK(t == 0 || (aligned16(q, 2) && aligned16(out, 2)),
+                  "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
+  STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, 2) && aligned16(v_cache, 2)),
+                  "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
+  STD_TORCH_CHECK(t == 0 || (maps(q, 2) && maps(k_cache, 3) && maps(v_cache, 3)),
+                  "q, k_cache, v_cache: expected strides above 0 and below 2^40 bytes");
+  STD_TORCH_CHECK(splits >= 0 && splits <= m3_sparse::kMostDenseSplits, "splits: expected 0 (chosen by shape) to ",
+                  m3_sparse::kMostDenseSplits);
+  if (b == 0 || p == 0) {  // no row sees a key
+    torch::stable::zero_(out);
+    if (lse.has_value()) torch::stable::fill_(*lse, -std::numeric_limits<double>::infinity());
+    return;
+  }
+  m3_sparse::dense(
+      {out, lse, q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale, causal},
+      splits);
+}
+
 void aot_merge_states(Tensor out, Tensor lse, Tensor outs, Tensor lses) {
   STD_TORCH_CHECK(outs.dim() == 4 && outs.size(0) >= 1 && outs.size(3) == 128, "outs: expected [N >= 1, T, H, 128]");
   const std::int64_t n = outs.size(0), t = outs.size(1), h = outs.size(2);
@@ -303,6 +367,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "aot_sparse_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
       "block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, "
       "Tensor? k_scale, Tensor? v_scale, int splits=0, bool overlap=True) -> ()");
+  // For measurements and bits that don't depend on the batch: `splits` forces how many CTAs share a tile's keys.
+  ops.def(
+      "aot_dense_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
+      "block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, Tensor? k_scale, Tensor? "
+      "v_scale, int splits=0) -> ()");
   ops.def("aot_merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()");
 }
 
@@ -311,6 +380,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
   ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
+  ops.impl("aot_dense_attention", TORCH_BOX(&aot_dense_attention));
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }
 
@@ -320,6 +390,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
   ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
+  ops.impl("aot_dense_attention", TORCH_BOX(&aot_dense_attention));
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }
 

@@ -33,3 +33,11 @@ void aot_sparse_attention(torch::stable::Tensor out, std::optional<torch::stable
                           torch::stable::Tensor cu_seqlens_q, torch::stable::Tensor seqused_k, double softmax_scale,
                           bool causal, std::optional<torch::stable::Tensor> k_scale,
                           std::optional<torch::stable::Tensor> v_scale, std::int64_t splits, bool overlap);
+
+// out [T, Hq, 128] and, if given, lse [T, Hq] are written. As the public dense_attention; one 16-bit dtype.
+void aot_dense_attention(torch::stable::Tensor out, std::optional<torch::stable::Tensor> lse, torch::stable::Tensor q,
+                         torch::stable::Tensor k_cache, torch::stable::Tensor v_cache,
+                         torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
+                         torch::stable::Tensor seqused_k, double softmax_scale, bool causal,
+                         std::optional<torch::stable::Tensor> k_scale, std::optional<torch::stable::Tensor> v_scale,
+                         std::int64_t splits);

@@ -9,6 +9,7 @@ import torch
 
 MOST_IDS = 32
 MOST_GROUP = 16
+MOST_STRIDE = 2**39  # elements of two bytes
 # The scoring kernel shares the keys it reads among a request's rows, eight at a time; beyond some average, a prefill,
 # it would read the keys again and again and store [T, Hi, blocks] scores.
 MOST_ROWS_OF_A_REQUEST = 32
@@ -20,6 +21,17 @@ def sparse_attention(q, k_cache, block_indices) -> Optional[str]:
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
         heads = f"{q.shape[1]} and {k_cache.shape[1]}"
         return f"sparse_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
+    return None
+
+
+def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
+    if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
+        heads = f"{q.shape[1]} and {k_cache.shape[1]}"
+        return f"dense_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
+    # Tensor maps: an expanded dimension has no stride that they could hold.
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x is not None and any(n > 1 and not 0 < s < MOST_STRIDE for n, s in zip(x.shape, x.stride())):
+            return f"dense_attention on aot takes strides above 0 and below {MOST_STRIDE}, got {x.stride()} for {name}"
     return None
 
 
@@ -46,6 +58,7 @@ def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
 
 _NEEDED = {
     "sparse_attention": (sparse_attention, ("q", "k_cache", "block_indices"), ()),
+    "dense_attention": (dense_attention, ("q", "k_cache"), ("v_cache",)),
     "block_scores": (block_scores, ("index_q", "block_table"), ()),
     "select_blocks": (select_blocks, ("index_q", "block_table"), ("topk",)),
     "store_kv": (store_kv, ("k", "k_cache", "index_k", "index_k_cache"), ()),

@@ -101,11 +101,15 @@ def _attend(
 ):
     grad = checks.needs_grad(q, k_cache, v_cache)
     op = "dense_attention" if block_indices is None else "sparse_attention"
-    outside = None if block_indices is None else _limits.sparse_attention(q, k_cache, block_indices)
+    if block_indices is None:
+        outside = _limits.dense_attention(q, k_cache, v_cache)
+    else:
+        outside = _limits.sparse_attention(q, k_cache, block_indices)
     backend = choose(op, q.device, q.dtype, k_cache.dtype, grad, outside)
     if backend == "aot":
         # The selection has free strides; the rest is read as contiguous rows.
-        block_indices = block_indices if block_indices.dtype == torch.int32 else _limits.int32(block_indices)
+        if block_indices is not None and block_indices.dtype != torch.int32:
+            block_indices = _limits.int32(block_indices)
         table, cu_seqlens_q, seqused_k = (_limits.int32(x) for x in (table, cu_seqlens_q, seqused_k))
     softmax_scale = checks.HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
     inputs = (

@@ -18,6 +18,7 @@ BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
 COMPILED = "compiled, not yet run on hardware"
+EMULATED = "compiled, emulated; not yet run on hardware"
 MISSING = "not implemented"
 
 
@@ -70,17 +71,20 @@ _AOT = {
     "block_scores": _SAME + tuple(f"{x}+e4m3" for x in _KERNEL_FLOATS),
     "select_blocks": _SAME + tuple(f"{x}+e4m3" for x in _KERNEL_FLOATS),
     "sparse_attention": _SAME + tuple(f"{x}+{y}" for x in _KERNEL_FLOATS for y in ("e4m3", "e5m2")),
+    "dense_attention": _SAME,
     "store_kv": _STORE,
     "merge_states": ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16"),
 }
 _ARCHITECTURES = {"sm_90": MEASURED, "sm_100": COMPILED, "sm_103": COMPILED}
+# Operations with kernels for some of the architectures only.
+_ARCHITECTURES_OF = {"dense_attention": {"sm_90": EMULATED}}
 
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
     + [
         Capability(op, "aot", arch, pairs, status)
         for op, pairs in _AOT.items()
-        for arch, status in _ARCHITECTURES.items()
+        for arch, status in _ARCHITECTURES_OF.get(op, _ARCHITECTURES).items()
     ]
     + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
     + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
