@@ -33,3 +33,13 @@ void aot_sparse_attention(torch::stable::Tensor out, std::optional<torch::stable
                           torch::stable::Tensor cu_seqlens_q, torch::stable::Tensor seqused_k, double softmax_scale,
                           bool causal, std::optional<torch::stable::Tensor> k_scale,
                           std::optional<torch::stable::Tensor> v_scale, std::int64_t splits, bool overlap);
+
+// The KV-stationary prefill by itself (launch/prefill_kv_stationary.h).
+void aot_sparse_attention_kv_stationary(torch::stable::Tensor out, std::optional<torch::stable::Tensor> lse,
+                                        torch::stable::Tensor q, torch::stable::Tensor k_cache,
+                                        torch::stable::Tensor v_cache, torch::stable::Tensor block_indices,
+                                        torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
+                                        torch::stable::Tensor seqused_k, double softmax_scale, bool causal,
+                                        std::optional<torch::stable::Tensor> k_scale,
+                                        std::optional<torch::stable::Tensor> v_scale,
+                                        std::optional<torch::stable::Tensor> formulation, std::int64_t chunk_bits);
