@@ -28,10 +28,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import ptx, softmax
+from shared.partials import Partials
 from shared.program import Program
 
 BATCH = 16  # slots whose loads are under way together
-UNIT_BYTES = 2048
 
 
 class PrefillCombine:
@@ -42,8 +42,7 @@ class PrefillCombine:
     def __init__(self, dtype, rows):
         self.dtype, self.rows = dtype, rows
         self.threads = 16 * rows
-        self.unpack = ptx.unpack_bf16 if dtype == "bf16" else ptx.unpack_fp16
-        self.pack = ptx.pack_bf16 if dtype == "bf16" else ptx.pack_fp16
+        self.form = Partials(dtype, rows)
 
     @cute.kernel
     def kernel(
@@ -91,8 +90,8 @@ class PrefillCombine:
                     self.add_slots(acc, values + at * (self.rows * 256), numbers + at * (self.rows * 8), chosen)
             total = acc[8]
             scale = ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head) * softmax.inverse_or_zero(total)
-            words = [self.pack(acc[2 * k] * scale, acc[2 * k + 1] * scale) for k in range(4)]
-            words = self.transpose(words, lane & 3)
+            words = [self.form.pack(acc[2 * k] * scale, acc[2 * k + 1] * scale) for k in range(4)]
+            words = self.form.transpose(words, lane & 3)
             if row < group:
                 query_head = Int64(head * group + row)
                 part = (thread >> 5) & 3
@@ -118,24 +117,8 @@ class PrefillCombine:
             weight = ptx.exp2(m - top)
             acc[8] = ptx.fma(l, weight, acc[8])
             for k, word in enumerate(words):
-                for c, x in enumerate(self.unpack(word)):
+                for c, x in enumerate(self.form.unpack(word)):
                     acc[2 * k + c] = ptx.fma(x, weight, acc[2 * k + c])
-
-    def transpose(self, words, t):
-        """Lane t of four gets word t of each of them, in their order."""
-        for distance in (1, 2):
-            mine = (t & distance) != 0
-            result = list(words)
-            for k in range(4):
-                if k & distance:
-                    continue
-                other = k | distance
-                sent = ptx.select(mine, words[k], words[other])
-                got = ptx.shuffle_xor(sent, distance)
-                result[k] = ptx.select(mine, got, words[k])
-                result[other] = ptx.select(mine, words[other], got)
-            words = result
-        return words
 
     @cute.jit
     def entry(

@@ -16,20 +16,28 @@ Tile picture
     A token's rows lie in one warp: 16 rows are the warp's, 8 rows one half of its accumulators.
     fp8 K and V are widened exactly to the type of q, once a block.
 
-Roles (384 threads, one CTA an SM; a CTA takes an equal contiguous range of the chunk's tiles)
+Roles (512 threads, one CTA an SM; a CTA takes an equal contiguous range of the chunk's tiles)
     warp 0        reads the lists two tiles ahead, copies K, V (TMA; once a run of tiles of one block) and gathers Q (a box
                   for each token and half of D); zeroes rows of V past the sequence's end (0 * NaN is NaN)
     warps 1-3     fp8: widen K and V; otherwise idle
-    warps 4-11    two consumer warpgroups of 64 rows: QK of the next tile runs while the tile's PV does, softmax behind
+    warps 4-7     combine an earlier chunk (shared/partials.py): the traffic of one chunk's combination runs under the
+                  products of the next, without communication inside the launch
+    warps 8-15    two consumer warpgroups of 64 rows: QK of the next tile runs while the tile's PV does, softmax behind
+
+Chunks
+    Launch c computes the partials of chunk c and combines chunk c - 1, finished by the launch before; the last chunk is
+    combined by a launch of its own. Partials of three chunks are kept, so that nothing of launch c but the combining warps
+    waits for launch c - 1: it may start (programmatic dependent launch) while that one ends. Launch c + 1 is allowed to
+    start once the combining warps of every CTA have passed their wait, when launch c - 1 is complete and with it the
+    combination of chunk c - 2, whose place launch c + 1 writes.
 
 Shared memory (bytes)
-    16-bit  K 2 x 32,768, V 2 x 32,768, Q 3 x 32,768                    fp8  Q 2 x 32,768, raw K and V 16,384 each
-    then mbarriers and, for each stage of Q, what the consumers must know of the tile
+    16-bit  K and V 3 x 32,768 in turn, Q 3 x 32,768, combine 32,768     fp8  Q 2 x 32,768, raw K and V 16,384 each
+    then mbarriers, for each stage of Q what the consumers must know of the tile, and the weights of a combined row
 
 Partials
-    A half tile of 8 rows x 128 dims is 2 KiB: [4][lane][4 words], word k of part q = columns 8 (4 q + k) + 2 t and + 1 of row
-    g (lane = 4 g + t): fragment order, so a store is a full 512 bytes of a warp and needs no shuffle. fp16 partials are
-    taken 2^-7 smaller (m larger by 7), so that they cannot overflow: |o| <= max |v|.
+    In the order of the accumulators (shared/partials.py): a store is a full 512 bytes of a warp and needs no shuffle. fp16
+    partials are taken 2^-7 smaller (m larger by 7), so that they cannot overflow: |o| <= max |v|.
 
 Budget (H200)
     Tile: 8.4 MFLOP = 1.42 us of an SM at 780 TFLOP/s over 132; 2 x 128 x 128 ex2... 16,384 = 0.58 us at 16 a clock. Bytes
@@ -47,17 +55,25 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
 from shared import hopper, mma, ptx, smem, softmax
+from shared.partials import UNIT_BYTES, Partials
 from shared.program import Program
 
-THREADS, WARPS_BEFORE_CONSUMERS, CONSUMER_WARPS = 384, 4, 8
+THREADS, CONSUMER_WARPS = 512, 8
+FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
+REGISTERS = (40, 56, 208)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 TILE_BYTES = 32768  # 128 x 128 x 2
 HALF = TILE_BYTES // 2  # of 64 columns
 RAW_BYTES = 16384
-KV_STAGES = 2
+KV_STAGES = 3
 HEAD_BYTES, META_BYTES = 32, 128
 NEW, LAST = 1, 2  # flags of a tile: first, last of its block in this CTA
 WIDENERS = 96
-UNIT_BYTES = 2048  # 8 rows of a partial
+
+
+def step_of(number):
+    """(stage, parity of its completed fills) of the n-th use of the ring of K and V."""
+    turn = number // KV_STAGES
+    return number - turn * KV_STAGES, turn & 1
 
 
 class Prefill:
@@ -70,17 +86,19 @@ class Prefill:
         self.q_stages = 2 if self.fp8 else 3
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
         self.lift = 7.0 if q_dtype == "f16" else 0.0
-        self.k_at = 0
-        self.v_at = KV_STAGES * TILE_BYTES
-        self.q_at = 2 * KV_STAGES * TILE_BYTES
+        self.combine = Partials(q_dtype, rows)
+        self.kv_at = 0
+        self.q_at = KV_STAGES * TILE_BYTES
         self.raw_at = self.q_at + self.q_stages * TILE_BYTES
-        self.mbarriers_at = self.raw_at + (2 * RAW_BYTES if self.fp8 else 0)
-        names = ["q_full", "q_empty"] + ["k_full", "k_empty", "v_full", "v_empty", "raw_full", "raw_empty"]
+        self.ring_at = self.raw_at + (2 * RAW_BYTES if self.fp8 else 0)
+        self.mbarriers_at = self.ring_at + self.combine.ring_bytes
+        names = ["q_full", "q_empty", "kv_full", "kv_empty", "raw_full", "raw_empty"]
         self.mbarrier = {name: self.mbarriers_at + 32 * i for i, name in enumerate(names)}
         self.v_landed = self.mbarriers_at + 32 * len(names)
         self.raw_meta = self.v_landed + 8
-        self.meta_at = self.mbarriers_at + 512
-        self.dynamic_smem = self.meta_at + self.q_stages * META_BYTES
+        self.meta_at = self.mbarriers_at + 256
+        self.weights_at = self.meta_at + self.q_stages * META_BYTES
+        self.dynamic_smem = self.weights_at + self.combine.weights_bytes
 
     def bar(self, base, name, stage):
         return base + self.mbarrier[name] + stage * 8
@@ -113,6 +131,20 @@ class Prefill:
         early: Int32,  # 1: the lists were finished by a kernel before the one ahead of this
         opaque: Int32,  # 0
         softmax_scale: Float32,
+        # the combination of the chunk before; combine_tokens 0: none
+        combine_partials: Int64,
+        combine_sums: Int64,
+        state: Int64,
+        out: Int64,
+        lse: Int64,
+        v_scale: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
+        v_scale_head: Int64,
+        combine_first: Int32,
+        combine_tokens: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -125,69 +157,93 @@ class Prefill:
                 smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
                 smem.mbarrier_init(self.bar(base, "q_empty", stage), CONSUMER_WARPS)
             for stage in cutlass.range_constexpr(KV_STAGES):
-                for kind in ("k", "v"):
-                    smem.mbarrier_init(self.bar(base, kind + "_full", stage), 3 if self.fp8 else 1)
-                    smem.mbarrier_init(self.bar(base, kind + "_empty", stage), CONSUMER_WARPS)
-                if cutlass.const_expr(self.fp8):
-                    smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
-                    smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
+                smem.mbarrier_init(self.bar(base, "kv_full", stage), 3 if self.fp8 else 1)
+                smem.mbarrier_init(self.bar(base, "kv_empty", stage), CONSUMER_WARPS)
+            for stage in cutlass.range_constexpr(2):
+                smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
+                smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
             smem.mbarrier_init(base + self.v_landed, 1)
         ptx.barrier()
-        if early == 0:
+        if (warp >= FIRST_COMBINER) & (warp < FIRST_CONSUMER):
+            hopper.give_registers(REGISTERS[1])
             ptx.wait_for_previous_kernel()
-        begin, end = ptx.load_i32_batch(
-            [(chunks + Int64(chunk) * 4, Int32(1), 0), (chunks + Int64(chunk) * 4 + 4, Int32(1), 0)]
-        )
-        begin = ptx.clamp(begin, Int32(0), most_tiles)
-        count = ptx.clamp(end, begin, most_tiles) - begin
-        first = begin + Int32(Int64(count) * Int64(cta) // Int64(ctas))
-        stop = begin + Int32(Int64(count) * Int64(cta + 1) // Int64(ctas))
-        if warp < WARPS_BEFORE_CONSUMERS:
-            hopper.give_registers(40)
-            if first < stop:
-                if warp == 0:
-                    maps = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
-                    self.produce(
+            ptx.let_next_kernel_start()
+            rows = combine_tokens * kv_heads
+            self.combine.walk(
+                base + self.ring_at,
+                base + self.weights_at,
+                thread - FIRST_COMBINER * 32,
+                Int32(Int64(rows) * Int64(cta) // Int64(ctas)),
+                Int32(Int64(rows) * Int64(cta + 1) // Int64(ctas)),
+                combine_partials,
+                combine_sums,
+                state,
+                out,
+                lse,
+                v_scale,
+                out_token,
+                out_head,
+                lse_token,
+                lse_head,
+                v_scale_head,
+                combine_first,
+                kv_heads,
+                group,
+                width,
+            )
+        else:
+            if early == 0:
+                ptx.wait_for_previous_kernel()
+            begin, end = ptx.load_i32_batch(
+                [(chunks + Int64(chunk) * 4, Int32(1), 0), (chunks + Int64(chunk) * 4 + 4, Int32(1), 0)]
+            )
+            begin = ptx.clamp(begin, Int32(0), most_tiles)
+            count = ptx.clamp(end, begin, most_tiles) - begin
+            first = begin + Int32(Int64(count) * Int64(cta) // Int64(ctas))
+            stop = begin + Int32(Int64(count) * Int64(cta + 1) // Int64(ctas))
+            if warp < FIRST_COMBINER:
+                hopper.give_registers(REGISTERS[0])
+                if first < stop:
+                    if warp == 0:
+                        maps = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
+                        self.produce(
+                            base,
+                            lane,
+                            first,
+                            stop,
+                            *maps,
+                            heads,
+                            entries,
+                            k_scale,
+                            k_scale_head,
+                            q_policy,
+                            kv_policy,
+                            chunk << chunk_bits,
+                            ptx.minimum_i32(tokens - (chunk << chunk_bits), Int32(1) << chunk_bits),
+                            kv_heads,
+                            group,
+                            width,
+                            page_bits,
+                            softmax_scale,
+                        )
+                    if cutlass.const_expr(self.fp8):
+                        if warp > 0:
+                            self.widen_blocks(base, thread - 32, lane)
+            else:
+                hopper.take_registers(REGISTERS[2])
+                if first < stop:
+                    self.consume(
                         base,
+                        warp - FIRST_CONSUMER,
                         lane,
                         first,
                         stop,
-                        *maps,
-                        heads,
-                        entries,
-                        k_scale,
-                        k_scale_head,
-                        q_policy,
-                        kv_policy,
-                        chunk << chunk_bits,
-                        ptx.minimum_i32(tokens - (chunk << chunk_bits), Int32(1) << chunk_bits),
-                        kv_heads,
-                        group,
+                        partials,
+                        sums,
+                        kv_heads * width,
                         width,
-                        page_bits,
-                        softmax_scale,
+                        opaque,
                     )
-                if cutlass.const_expr(self.fp8):
-                    if warp > 0:
-                        self.widen_blocks(base, thread - 32, lane)
-        else:
-            hopper.take_registers(232)
-            ptx.wait_for_previous_kernel()
-            # Not before the wait: whoever starts after this kernel has begun may rely on those before it.
-            ptx.let_next_kernel_start()
-            if first < stop:
-                self.consume(
-                    base,
-                    warp - WARPS_BEFORE_CONSUMERS,
-                    lane,
-                    first,
-                    stop,
-                    partials,
-                    sums,
-                    kv_heads * width,
-                    width,
-                    opaque,
-                )
 
     # ---- warp 0
 
@@ -239,11 +295,9 @@ class Prefill:
             is_new = number != previous
             is_last = (tile + 1 == stop) | (number_n != number)
             seen = columns & 0xFF
-            kv_stage, kv_parity = Int32(0), Int32(0)
             if is_new:
                 run = run + 1
-                kv_stage, kv_parity = run & 1, ((run >> 1) & 1) ^ 1
-                self.load_keys(base, lane, k_map, head, page_a, page_b, page_bits, kv_policy, kv_stage, kv_parity, run)
+                self.load_keys(base, lane, k_map, head, page_a, page_b, page_bits, kv_policy, run)
 
             # Q and what the consumers must know
             q_full = self.bar(base, "q_full", stage)
@@ -269,7 +323,7 @@ class Prefill:
 
             if is_new:
                 landed = self.load_values(
-                    base, lane, v_map, head, page_a, page_b, page_bits, kv_policy, kv_stage, kv_parity, run, seen, landed
+                    base, lane, v_map, head, page_a, page_b, page_bits, kv_policy, run, seen, landed
                 )
             previous = number
             number, packed, page_a, page_b, shift, columns = number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n
@@ -320,8 +374,6 @@ class Prefill:
         page_b: Int32,
         page_bits: Int32,
         policy: Int64,
-        stage: Int32,
-        parity: Int32,
         run: Int32,
     ):
         if cutlass.const_expr(self.fp8):
@@ -331,9 +383,10 @@ class Prefill:
                 full = self.bar(base, "raw_full", 0)
                 self.load_block(base + self.raw_at, k_map, head, page_a, page_b, page_bits, policy, full)
         else:
-            smem.mbarrier_wait(self.bar(base, "k_empty", stage), parity)
+            stage, parity = step_of(2 * run)
+            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
             if lane == 0:
-                target, full = base + self.k_at + stage * TILE_BYTES, self.bar(base, "k_full", stage)
+                target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
                 self.load_block(target, k_map, head, page_a, page_b, page_bits, policy, full)
 
     @cute.jit
@@ -347,8 +400,6 @@ class Prefill:
         page_b: Int32,
         page_bits: Int32,
         policy: Int64,
-        stage: Int32,
-        parity: Int32,
         run: Int32,
         seen: Int32,
         landed: Int32,
@@ -361,8 +412,9 @@ class Prefill:
                 full = self.bar(base, "raw_full", 1)
                 self.load_block(base + self.raw_at + RAW_BYTES, v_map, head, page_a, page_b, page_bits, policy, full)
         else:
-            target, full = base + self.v_at + stage * TILE_BYTES, self.bar(base, "v_full", stage)
-            smem.mbarrier_wait(self.bar(base, "v_empty", stage), parity)
+            stage, parity = step_of(2 * run + 1)
+            target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
+            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
             if seen == 127:
                 if lane == 0:
                     self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, full)
@@ -387,26 +439,23 @@ class Prefill:
     def widen_blocks(self, base: Int32, thread: Int32, lane: Int32):
         run, going = Int32(0), Int32(1)
         while going != 0:
-            stage, parity = run & 1, ((run >> 1) & 1) ^ 1
             smem.mbarrier_wait(self.bar(base, "raw_full", 0), run & 1)
             going = Int32(smem.load_i32(base + self.raw_meta) >= 0)
             if going != 0:
-                smem.mbarrier_wait(self.bar(base, "k_empty", stage), parity)
-                self.widen_block(base + self.raw_at, base + self.k_at + stage * TILE_BYTES, thread, Int32(127))
-                self.widened(base, lane, "k_full", stage, 0)
+                self.widen_one(base, thread, lane, 2 * run, 0, Int32(127))
                 smem.mbarrier_wait(self.bar(base, "raw_full", 1), run & 1)
-                seen = smem.load_i32(base + self.raw_meta + 4)
-                smem.mbarrier_wait(self.bar(base, "v_empty", stage), parity)
-                self.widen_block(base + self.raw_at + RAW_BYTES, base + self.v_at + stage * TILE_BYTES, thread, seen)
-                self.widened(base, lane, "v_full", stage, 1)
+                self.widen_one(base, thread, lane, 2 * run + 1, 1, smem.load_i32(base + self.raw_meta + 4))
             run = run + 1
 
     @cute.jit
-    def widened(self, base: Int32, lane: Int32, name: cutlass.Constexpr, stage: Int32, raw: cutlass.Constexpr):
+    def widen_one(self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32):
+        stage, parity = step_of(use)
+        smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
+        self.widen_block(base + self.raw_at + raw * RAW_BYTES, base + self.kv_at + stage * TILE_BYTES, thread, seen)
         hopper.fence_async()
         ptx.warp_barrier()
         if lane == 0:
-            hopper.mbarrier_arrive(self.bar(base, name, stage))
+            hopper.mbarrier_arrive(self.bar(base, "kv_full", stage))
             hopper.mbarrier_arrive(self.bar(base, "raw_empty", raw))
 
     @cute.jit
@@ -477,14 +526,14 @@ class Prefill:
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         P = cute.make_rmem_tensor(cute.make_layout(32), Int32)
         group_at = (warp >> 2) * 8192  # a warpgroup's 64 rows in a half of Q
-        k_run, v_run = Int32(0), Int32(-1)
+        k_use, v_use = Int32(0), Int32(-1)  # of the ring: even uses are K, odd ones V
         smem.mbarrier_wait(self.bar(base, "q_full", 0), 0)
         entry0, entry1, flags, shift, columns, scale = self.read_meta(base, 0, warp)
-        smem.mbarrier_wait(self.bar(base, "k_full", 0), 0)
-        self.multiply_keys(S, base + self.q_at + group_at, base + self.k_at)
+        smem.mbarrier_wait(self.bar(base, "kv_full", 0), 0)
+        self.multiply_keys(S, base + self.q_at + group_at, base + self.kv_at)
         hopper.wait(0, S)
         self.release(base, lane, "q_empty", Int32(0), Int32(1))
-        self.release(base, lane, "k_empty", Int32(0), flags & LAST)
+        self.release(base, lane, "kv_empty", Int32(0), flags & LAST)
         place0, place1 = self.places(entry0, entry1, flags, token_slots, width)
         self.probabilities(S, lane, entry0, entry1, shift, columns, scale, place0, place1, sums)
         self.round_probabilities(S, P)
@@ -493,19 +542,19 @@ class Prefill:
             smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
             entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
             if (flags_n & NEW) != 0:
-                k_run = k_run + 1
-                smem.mbarrier_wait(self.bar(base, "k_full", k_run & 1), (k_run >> 1) & 1)
-            k_stage = k_run & 1
+                k_use = k_use + 2
+                self.wait_for_block(base, k_use)
+            k_stage = step_of(k_use)[0]
             q = base + self.q_at + stage * TILE_BYTES + group_at
-            self.multiply_keys(S, q, base + self.k_at + k_stage * TILE_BYTES)
+            self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
             if (flags & NEW) != 0:
-                v_run = v_run + 1
-                smem.mbarrier_wait(self.bar(base, "v_full", v_run & 1), (v_run >> 1) & 1)
-            v_stage = v_run & 1
-            self.multiply_values(O, P, base + self.v_at + v_stage * TILE_BYTES)
+                v_use = v_use + 2
+                self.wait_for_block(base, v_use)
+            v_stage = step_of(v_use)[0]
+            self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES)
             hopper.wait(1, S)
             self.release(base, lane, "q_empty", stage, Int32(1))
-            self.release(base, lane, "k_empty", k_stage, flags_n & LAST)
+            self.release(base, lane, "kv_empty", k_stage, flags_n & LAST)
             next0, next1 = self.places(entry0, entry1, flags_n, token_slots, width)
             self.probabilities(S, lane, entry0, entry1, shift, columns, scale, next0, next1, sums)
             hopper.pin(S)
@@ -515,7 +564,7 @@ class Prefill:
             )
             ptx.warp_barrier()
             hopper.wait(0, O)
-            self.release(base, lane, "v_empty", v_stage, flags & LAST)
+            self.release(base, lane, "kv_empty", v_stage, flags & LAST)
             self.store_partial(O, lane, place0, place1, partials)
             self.round_probabilities(S, P)
             place0, place1, flags = next0, next1, flags_n
@@ -523,11 +572,15 @@ class Prefill:
             if stage == self.q_stages:
                 stage, parity = Int32(0), parity ^ 1
         if (flags & NEW) != 0:
-            v_run = v_run + 1
-            smem.mbarrier_wait(self.bar(base, "v_full", v_run & 1), (v_run >> 1) & 1)
-        self.multiply_values(O, P, base + self.v_at + (v_run & 1) * TILE_BYTES)
+            v_use = v_use + 2
+            self.wait_for_block(base, v_use)
+        self.multiply_values(O, P, base + self.kv_at + step_of(v_use)[0] * TILE_BYTES)
         hopper.wait(0, O)
         self.store_partial(O, lane, place0, place1, partials)
+
+    def wait_for_block(self, base, use):
+        stage, parity = step_of(use)
+        smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
 
     def release(self, base, lane, name, stage, ok):
         hopper.mbarrier_arrive_if(self.bar(base, name, stage), Int32((lane == 0) & (ok != 0)))
@@ -637,6 +690,19 @@ class Prefill:
         early: Int32,
         opaque: Int32,
         softmax_scale: Float32,
+        combine_partials: Int64,
+        combine_sums: Int64,
+        state: Int64,
+        out: Int64,
+        lse: Int64,
+        v_scale: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
+        v_scale_head: Int64,
+        combine_first: Int32,
+        combine_tokens: Int32,
         stream: cuda.CUstream,
     ):
         maps = [hopper.example_map(BFloat16) for _ in range(3)]
@@ -662,13 +728,26 @@ class Prefill:
             early,
             opaque,
             softmax_scale,
+            combine_partials,
+            combine_sums,
+            state,
+            out,
+            lse,
+            v_scale,
+            out_token,
+            out_head,
+            lse_token,
+            lse_head,
+            v_scale_head,
+            combine_first,
+            combine_tokens,
         ).launch(
             grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1
         )
 
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 10 + [Float32(1.0)]
+    example = [Int64(16)] * 9 + [Int32(1)] * 10 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 2
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
     return [
         Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)
