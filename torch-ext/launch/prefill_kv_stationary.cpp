@@ -42,7 +42,9 @@ using ForwardParams =
                    Address, I64, I64, I64,                       // k_scale, its stride; L2 priorities of q, KV
                    I32, I32, I32, I32, I32, I32, I32, I32, I32,
                    I32,  // chunk, log2 chunk, T, Hkv, group, K, log2 page, most tiles, early, 0
-                   float>;
+                   float,
+                   // the combination of the chunk before: as CombineParams up to the first token, then its tokens
+                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32>;
 using CombineParams = launch::Params<Address, Address, Address, Address, Address,
                                      Address,                  // partials, sums, state, out, lse, v_scale
                                      I64, I64, I64, I64, I64,  // bytes: out token, head; lse token, head; v_scale head
@@ -103,9 +105,11 @@ void run(Program program, launch::Grid grid, int device, launch::Params<Types...
   launch::run(launch::pick(program.images, program.count, device), grid, device, params.pointers().data(), overlap);
 }
 
-constexpr int kUnitBits = 8;        // UNIT_BITS of invert.py
-constexpr int kMostChunkBits = 11;  // H200, 64/4 heads: 2,048 tokens were best of 128 to all (docs/prefill.md)
-constexpr I64 kMostPartialBytes = I64{544} << 20, kMostListBytes = I64{256} << 20;
+constexpr int kUnitBits = 8;  // UNIT_BITS of invert.py
+constexpr int kMostChunkBits = 11;
+constexpr I64 kPlaces = 3;           // chunks whose partial results are kept: see sm90/prefill.py, Chunks
+constexpr I64 kMostFusedSlots = 16;  // SLOTS of shared/partials.py
+constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 20;
 constexpr I64 kEvictNormal = 0x1000000000000000;
 constexpr int kHeadBytes = 32;
 
@@ -131,7 +135,7 @@ struct Shape {
 
 // The workspace in pieces of 256-byte multiples.
 struct Workspace {
-  I64 counts, state, bins, rows, chunks, heads, entries, partials, sums, bytes;
+  I64 counts, state, bins, rows, chunks, heads, entries, partials[kPlaces], sums[kPlaces], bytes;
   Workspace(const Shape& s, const KvStationaryPlan& p) {
     I64 at = 0;
     auto take = [&](I64 size) {
@@ -147,8 +151,10 @@ struct Workspace {
     chunks = take((p.chunks + 1) * 4);
     heads = take(p.most_tiles * kHeadBytes);
     entries = take(p.most_tiles * (128 / p.rows) * 4);
-    partials = take(partial_bytes(slots, p.rows));
-    sums = take(sums_bytes(slots, p.rows));
+    for (I64 place = 0; place < std::min(p.chunks, kPlaces); ++place) {
+      partials[place] = take(partial_bytes(slots, p.rows));
+      sums[place] = take(sums_bytes(slots, p.rows));
+    }
     bytes = at;
   }
 };
@@ -286,8 +292,20 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
   const Program forward = forward_program(a.q.scalar_type(), a.k_cache.scalar_type(), p.rows);
   const Program combine = a.q.scalar_type() == ScalarType::BFloat16 ? combine_bf16(p.rows) : combine_f16(p.rows);
   const auto ctas = static_cast<unsigned>(launch::multiprocessors(device));
+  // Combines a chunk by itself; the forward of the next chunk has these arguments too.
+  auto combine_params = [&](I64 chunk) {
+    return CombineParams{{base + w.partials[chunk % kPlaces], base + w.sums[chunk % kPlaces], base + w.state,
+                          a.out.data_ptr(), address(a.lse), address(a.v_scale), a.out.stride(0) * 2,
+                          a.out.stride(1) * 2, a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
+                          a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
+                          narrow(chunk << p.chunk_bits), narrow(s.heads), narrow(s.group), narrow(s.width)}};
+  };
+  auto tokens_of = [&](I64 chunk) { return std::min(s.tokens - (chunk << p.chunk_bits), I64{1} << p.chunk_bits); };
+  const bool fused = s.width <= kMostFusedSlots;
   for (I64 chunk = 0; chunk < p.chunks; ++chunk) {
-    const I64 first = chunk << p.chunk_bits, tokens = std::min(s.tokens - first, I64{1} << p.chunk_bits);
+    const bool tail = fused && chunk > 0;
+    const auto [c_partials, c_sums, c_state, c_out, c_lse, c_scale, out_token, out_head, lse_token, lse_head,
+                scale_head, first, heads, group, width] = combine_params(tail ? chunk - 1 : 0).values;
     run(forward, {ctas}, device,
         ForwardParams{{q_map,
                        k_map,
@@ -295,8 +313,8 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        base + w.chunks,
                        base + w.heads,
                        base + w.entries,
-                       base + w.partials,
-                       base + w.sums,
+                       base + w.partials[chunk % kPlaces],
+                       base + w.sums[chunk % kPlaces],
                        address(a.k_scale),
                        scale_stride(a.k_scale),
                        kEvictNormal,
@@ -304,20 +322,30 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        narrow(chunk),
                        p.chunk_bits,
                        narrow(s.tokens),
-                       narrow(s.heads),
-                       narrow(s.group),
-                       narrow(s.width),
+                       heads,
+                       group,
+                       width,
                        s.page == 128 ? 7 : 6,
                        narrow(p.most_tiles),
                        chunk > 0 ? 1 : 0,
                        0,
-                       static_cast<float>(a.softmax_scale)}});
-    run(combine, {static_cast<unsigned>(tokens), static_cast<unsigned>(s.heads)}, device,
-        CombineParams{{base + w.partials, base + w.sums, base + w.state, a.out.data_ptr(), address(a.lse),
-                       address(a.v_scale), a.out.stride(0) * 2, a.out.stride(1) * 2,
-                       a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
-                       a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale), narrow(first),
-                       narrow(s.heads), narrow(s.group), narrow(s.width)}});
+                       static_cast<float>(a.softmax_scale),
+                       c_partials,
+                       c_sums,
+                       c_state,
+                       c_out,
+                       c_lse,
+                       c_scale,
+                       out_token,
+                       out_head,
+                       lse_token,
+                       lse_head,
+                       scale_head,
+                       first,
+                       tail ? narrow(tokens_of(chunk - 1)) : 0}});
+    if (!fused || chunk + 1 == p.chunks)
+      run(combine, {static_cast<unsigned>(tokens_of(chunk)), static_cast<unsigned>(s.heads)}, device,
+          combine_params(chunk));
   }
 }
 
