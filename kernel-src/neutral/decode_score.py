@@ -149,7 +149,9 @@ class DecodeScore(IndexTile):
         for group in cutlass.range(first_group, groups, group_step, unroll=1):
             column0 = group * self.columns
             own_rows = (index_q, q_token_stride, q_head_stride, start)
-            scales = self.load_queries(query, ends, own_rows, columns, column0, num_heads, first_end, lane, page_shift >> 3)
+            scales = self.load_queries(
+                query, ends, own_rows, columns, column0, num_heads, first_end, lane, page_shift >> 3
+            )
             if cutlass.const_expr(self.normalise):
                 at = base + self.scales_at + self.column_of(lane) * 4
                 smem.store_f32_if(at, self.scale_of(scales, lane), Int32((warp == 0) & self.holds_column(lane)))

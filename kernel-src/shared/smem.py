@@ -51,6 +51,16 @@ def store_i32(a, x):
     asm("st.shared.b32 [$0], $1;", "", "rr", [a, x])
 
 
+def store_i32_if(a, x, ok):
+    """Where `ok` (Int32) is not 0."""
+    asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.b32 [$0], $1; }", "", "rrr", [a, x, ok])
+
+
+def or_i32_if(a, bits, ok):
+    """Atomic, where `ok` is not 0."""
+    asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.or.b32 [$0], $1; }", "", "rrr", [a, bits, ok])
+
+
 def store_i32x2(a, x, y):
     asm("st.shared.v2.b32 [$0], {$1, $2};", "", "rrr", [a, x, y])
 
@@ -70,6 +80,15 @@ def store_f32x4(a, v):
 
 def store_i32x4(a, v):
     asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", [a] + list(v))
+
+
+def store_i32(a, x):
+    asm("st.shared.b32 [$0], $1;", "", "rr", [a, x])
+
+
+def atomic_or(a, bits):
+    """Returns what was there before."""
+    return asm("atom.shared.or.b32 $0, [$1], $2;", "r", "rr", [a, bits])[0]
 
 
 # ---- asynchronous copies
