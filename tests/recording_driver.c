@@ -16,7 +16,7 @@ typedef struct {
   } *attributes;
   unsigned num_attributes;
 } LaunchConfig;
-typedef void (*LaunchCallback)(const char *entry, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
+typedef int (*LaunchCallback)(const char *entry, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
                                void *stream, void **params);
 
 int m3_sparse_host_memory = 1;
@@ -49,28 +49,6 @@ static CUresult LibraryLoadData(void **library, const void *code, void *a, void 
 }
 static CUresult LibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = strdup(name); return 0; }
 static CUresult KernelSetAttribute(int attribute, int value, void *kernel, int device) { return 0; }
-/* Writes the 128 bytes as the hardware has them (known for rank 3 to 5 without interleaving): base; rank, type and
- * swizzle; strides / 16; sizes - 1; box - 1. */
-static CUresult TensorMapEncodeTiled(void *map, int type, unsigned rank, void *base, const uint64_t *sizes,
-                                     const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
-                                     int swizzle, int promotion, int fill) {
-  static const unsigned types[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 10}; /* CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 is 9 */
-  unsigned *words = memset(map, 0, 128);
-  if ((uintptr_t)map % 64 || (uintptr_t)base % 16 || rank < 3 || rank > 5 || interleave || fill || type > 9) return 1;
-  words[0] = (uint32_t)(uintptr_t)base, words[1] = (uint32_t)((uintptr_t)base >> 32);
-  words[2] = (rank - 1) << 4 | types[type] << 7 | (unsigned)swizzle << 13;
-  for (unsigned i = 0; i + 1 < rank; i++) {
-    if (strides[i] == 0 || strides[i] % 16 || strides[i] >> 40) return 1;
-    words[3 + i] = (uint32_t)(strides[i] >> 4), words[7] |= (uint32_t)(strides[i] >> 36) << 4 * i;
-  }
-  for (unsigned i = 0; i < rank; i++) {
-    if (sizes[i] == 0 || sizes[i] >> 32 || box[i] == 0 || box[i] > 256 || steps[i] != 1) return 1;
-    words[8 + i] = (uint32_t)(sizes[i] - 1);
-    if (i == 0) words[13] = (box[0] - 1) << 24;
-    else words[14] |= (box[i] - 1) << 8 * (i - 1);
-  }
-  return 0;
-}
 static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **params, void **extra) {
   if (context_device < 0) return 201; /* CUDA_ERROR_INVALID_CONTEXT */
   last_cluster = 1, last_overlap = 0;
@@ -79,7 +57,28 @@ static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **
     if (config->attributes[i].id == 4) last_cluster = config->attributes[i].value[0];
     if (config->attributes[i].id == 6) last_overlap = config->attributes[i].value[0];
   }
-  if (on_launch) on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
+  if (on_launch == NULL) return 0;
+  return on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
+}
+
+/* What the hardware's 128 bytes stand for here: the arguments of the encoding call (recording_driver.py reads it). */
+typedef struct {
+  uint64_t base, strides[4]; /* bytes, of dimensions 1.. */
+  uint32_t extents[5], box[5], type, rank, swizzle, promotion;
+} TensorMap;
+_Static_assert(sizeof(TensorMap) <= 128, "a tensor map has 128 bytes");
+static CUresult TensorMapEncodeTiled(void *map, int type, unsigned rank, void *base, const uint64_t *extents,
+                                     const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
+                                     int interleave, int swizzle, int promotion, int fill) {
+  TensorMap m = {.base = (uint64_t)base, .type = type, .rank = rank, .swizzle = swizzle, .promotion = promotion};
+  if (m.base % 16 || rank < 1 || rank > 5 || interleave || fill) return 1; /* CUDA_ERROR_INVALID_VALUE */
+  for (unsigned i = 0; i < rank; i++) {
+    m.extents[i] = (uint32_t)extents[i], m.box[i] = box[i];
+    if (!extents[i] || extents[i] > UINT32_MAX || !box[i] || box[i] > 256 || element_strides[i] != 1) return 1;
+    if (i && ((m.strides[i - 1] = strides[i - 1]) % 16 || strides[i - 1] >> 40)) return 1;
+  }
+  memset(map, 0, 128);
+  memcpy(map, &m, sizeof m);
   return 0;
 }
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMATS = {"i64": "q", "i32": "i", "f32": "f", "pointer": "Q"}
+TENSOR_MAP = "<5Q14I"  # recording_driver.c
 Callback = ctypes.CFUNCTYPE(
-    None,
+    ctypes.c_int,
     ctypes.c_char_p,
     ctypes.POINTER(ctypes.c_uint),
     ctypes.POINTER(ctypes.c_uint),
@@ -22,28 +23,22 @@ Callback = ctypes.CFUNCTYPE(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class TensorMap:
-    """What a kernel is told of a tensor. Strides in bytes, of all dimensions but the first."""
+    """The arguments of the call that encoded a tensor map; innermost dimension first, strides in bytes."""
 
     base: int
-    type: int
-    sizes: tuple
+    extents: tuple
     strides: tuple
     box: tuple
+    type: int
     swizzle: int
 
-
-def tensor_map(data: bytes) -> TensorMap:
-    """Read the 128 bytes that recording_driver.c wrote."""
-    words = struct.unpack("<32I", data)
-    rank = (words[2] >> 4 & 7) + 1
-    strides = [(words[3 + i] | (words[7] >> 4 * i & 15) << 32) << 4 for i in range(rank - 1)]
-    box = [(words[13] >> 24) + 1, *((words[14] >> 8 * i & 255) + 1 for i in range(rank - 1))]
-    sizes = tuple(words[8 + i] + 1 for i in range(rank))
-    return TensorMap(
-        words[0] | words[1] << 32, words[2] >> 7 & 15, sizes, tuple(strides), tuple(box), words[2] >> 13 & 3
-    )
+    @classmethod
+    def decode(cls, data):
+        words = struct.unpack_from(TENSOR_MAP, data)
+        kind, rank, swizzle, _ = words[15:]
+        return cls(words[0], words[5 : 5 + rank], words[1:rank], words[10 : 10 + rank], kind, swizzle)
 
 
 @dataclass
@@ -95,8 +90,9 @@ class RecordingDriver:
         for i, param in enumerate(manifest["params"]):
             data = ctypes.string_at(params[i], param["size"])
             if param["kind"] == "tensor_map":
-                values.append(tensor_map(data))
+                values.append(TensorMap.decode(data))
             else:
                 values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
         self.launches.append(launch)
+        return 0

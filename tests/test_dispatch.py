@@ -39,19 +39,20 @@ def test_explain_and_capabilities():
     }
     assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
     assert all(
-        row.status in (capability.TESTED, capability.COMPILED, capability.MISSING) or "H200" in row.status
+        row.status in (capability.TESTED, capability.COMPILED, capability.EMULATED, capability.MISSING)
+        or "H200" in row.status
         for row in table
     )
 
 
-@pytest.mark.parametrize("name", ["aot", "jit"])
-def test_forced_backend_raises_with_reasons(name):
+@pytest.mark.parametrize(
+    "name, reason", [("aot", "runs on sm_90; the tensors are on cpu"), ("jit", "not implemented on backend jit")]
+)
+def test_forced_backend_raises_with_reasons(name, reason):
     p = Problem()
     before = torch.full_like(p.q, 7.0)
     with m3_sparse.backend(name):
-        with pytest.raises(
-            NotImplementedError, match=f"backend '{name}' was asked for by name.*not implemented on backend {name}"
-        ):
+        with pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}"):
             m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
     assert (before == 7.0).all() and capability._forced is None
     with (
@@ -66,6 +67,20 @@ def test_all_reasons_are_named(monkeypatch):
     reasons = capability.refusals("merge_states", "aot", torch.device("cpu"), "fp16>fp32", True)
     assert len(reasons) == 4 and "contains no aot kernels" in reasons[0]
     assert "takes dtypes bf16>bf16" in reasons[3] and "no backward" in reasons[2]
+
+
+def test_shapes_outside_the_dense_kernel():
+    from m3_sparse import _limits
+
+    q, cache = torch.zeros(3, 32, 128, dtype=torch.bfloat16), torch.zeros(2, 2, 128, 128, dtype=torch.bfloat16)
+    assert _limits.dense_attention(q, cache, cache) is None
+    assert _limits.dense_attention(q, cache) is None
+    assert "at most 16 query heads a KV head, got 32 and 1" in _limits.dense_attention(q, cache[:, :1])
+    assert "for v_cache" in _limits.dense_attention(q, cache, cache[:1].expand(2, 2, 128, 128))
+    # An extent of one has no use for its stride: a single page, a single head.
+    assert _limits.dense_attention(q, cache[:1].as_strided((1, 2, 128, 128), (0, 16384, 128, 1))) is None
+    text = m3_sparse.explain("dense_attention", q=q, k_cache=cache[:, :1], v_cache=cache[:, :1])
+    assert "aot: cannot run" in text and "at most 16 query heads" in text and "-> torch, by default" in text
 
 
 def test_shapes_outside_the_kernels():

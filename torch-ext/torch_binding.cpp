@@ -13,8 +13,15 @@
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
+#include "launch/decode_select.h"
+#include "launch/dense.h"
+#include "launch/launch.h"
+#include "launch/prefill.h"
+#include "launch/prefill_kv_stationary.h"
 #include "launch/prefill_score.h"
+#include "launch/prefill_union.h"
 #include "launch/store.h"
+#include "launch/tensor_map.h"
 #include "launch/topk.h"
 #include "registration.h"
 
@@ -56,6 +63,13 @@ std::int64_t kv_size(ScalarType q, ScalarType kv) {
   if (q != ScalarType::BFloat16 && q != ScalarType::Half) return 0;
   if (kv == ScalarType::Float8_e4m3fn || kv == ScalarType::Float8_e5m2) return 1;
   return kv == q ? 2 : 0;
+}
+
+// Whether a tensor map of 16-bit elements can describe the first `dims` dimensions of a tensor.
+bool maps(const Tensor& t, int dims) {
+  for (int i = 0; i < dims; ++i)
+    if (!m3_sparse::launch::fits_tensor_map(t.size(i), t.stride(i) * 2)) return false;
+  return true;
 }
 
 void check_scale(const std::optional<Tensor>& scale, const Tensor& like, std::int64_t heads, const char* what) {
@@ -126,6 +140,65 @@ void check_scores(const Tensor& scores, const Tensor& index_q, const Tensor& ind
                       scores.size(2) == blocks && scores.scalar_type() == ScalarType::Float &&
                       (blocks <= 1 || scores.stride(2) == 1) && same_device(scores, index_q),
                   "scores: expected float32 [T, Hi, ceil(M * page / 128)] with a contiguous last dimension");
+}
+
+// What the attention operators have in common.
+void check_attention(const m3_sparse::DecodeArguments& a) {
+  const auto& [out, lse, q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale,
+               softmax_scale, causal] = a;
+  STD_TORCH_CHECK(q.dim() == 3 && q.size(2) == 128, "q: expected [T, Hq, 128]");
+  STD_TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(3) == 128 && (k_cache.size(2) == 64 || k_cache.size(2) == 128),
+                  "k_cache: expected [P, Hkv, 64 or 128, 128]");
+  const std::int64_t t = q.size(0), hq = q.size(1), p = k_cache.size(0), hkv = k_cache.size(1), page = k_cache.size(2);
+  STD_TORCH_CHECK(v_cache.dim() == 4 && v_cache.size(0) == p && v_cache.size(1) == hkv && v_cache.size(2) == page &&
+                      v_cache.size(3) == 128 && v_cache.scalar_type() == k_cache.scalar_type(),
+                  "v_cache: expected shape and dtype of k_cache");
+  STD_TORCH_CHECK(hkv >= 1 && hq % hkv == 0 && hq / hkv <= 16 && (hq >= 1 || t == 0),
+                  "q: expected 1 to 16 query heads for each KV head");
+  STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == t && out.size(1) == hq && out.size(2) == 128 &&
+                      out.scalar_type() == q.scalar_type(),
+                  "out: expected shape and dtype of q");
+  STD_TORCH_CHECK(!lse.has_value() || (lse->dim() == 2 && lse->size(0) == t && lse->size(1) == hq &&
+                                       lse->scalar_type() == ScalarType::Float && same_device(*lse, q)),
+                  "lse: expected float32 [T, Hq] on q's device");
+  STD_TORCH_CHECK(block_indices.dim() == 3 && block_indices.size(0) == t && block_indices.size(1) == hkv &&
+                      block_indices.size(2) <= 32 && block_indices.scalar_type() == ScalarType::Int,
+                  "block_indices: expected int32 [T, Hkv, K <= 32]");
+  STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int), "seqused_k: expected contiguous int32 [B]");
+  const std::int64_t b = seqused_k.size(0);
+  STD_TORCH_CHECK(is_vector(cu_seqlens_q, ScalarType::Int) && cu_seqlens_q.size(0) == b + 1,
+                  "cu_seqlens_q: expected contiguous int32 [B + 1]");
+  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == b && block_table.scalar_type() == ScalarType::Int &&
+                      (block_table.size(1) < 2 || block_table.stride(1) == 1),
+                  "block_table: expected int32 [B, M], contiguous rows");
+  const std::int64_t size = kv_size(q.scalar_type(), k_cache.scalar_type());
+  STD_TORCH_CHECK(size != 0,
+                  "q, k_cache: expected bfloat16 or float16 q with a cache of q's dtype, float8_e4m3fn or float8_e5m2");
+  STD_TORCH_CHECK(
+      t <= INT32_MAX / 16 && hkv <= 65535 && b < INT32_MAX && p <= INT32_MAX && block_table.size(1) <= INT32_MAX,
+      "expected at most 2^27 - 1 tokens, 65535 KV heads, 2^31 - 1 requests, pages and table columns");
+  STD_TORCH_CHECK(same_device(out, q) && same_device(k_cache, q) && same_device(v_cache, q) &&
+                      same_device(block_indices, q) && same_device(block_table, q) && same_device(cu_seqlens_q, q) &&
+                      same_device(seqused_k, q),
+                  "all tensors: expected one device");
+  check_scale(k_scale, q, hkv, "k_scale");
+  check_scale(v_scale, q, hkv, "v_scale");
+  STD_TORCH_CHECK(t == 0 || (aligned16(q, 2) && aligned16(out, 2)),
+                  "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
+  STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, size) && aligned16(v_cache, size)),
+                  "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
+}
+
+// Without a sequence every row lies past the last one: empty rows. True if that was so.
+bool all_rows_empty(const m3_sparse::DecodeArguments& a) {
+  if (a.seqused_k.size(0) != 0) return false;
+  Tensor out = a.out;
+  torch::stable::zero_(out);
+  if (a.lse.has_value()) {
+    Tensor lse = *a.lse;
+    torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+  }
+  return true;
 }
 
 }  // namespace
@@ -220,25 +293,100 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
     const std::int64_t shape[] = {index_q.size(0), index_q.size(1), (reach + 127) / 128};
     scores = torch::stable::new_empty(index_q, {shape, 3}, ScalarType::Float);
   }
-  bool scored = true;
-  if (chosen == Selection::stored)
+  if (chosen == Selection::stored) {
     m3_sparse::prefill_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
-  else
-    scored = m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
+    return m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, true);
+  }
+  if (!wanted) {
+    const int device = index_q.is_cpu() ? -1 : static_cast<int>(index_q.get_device_index());
+    const unsigned cluster = m3_sparse::plan_cluster(index_q.size(0), seqused_k.size(0), index_q.size(1),
+                                                     scores->size(2), m3_sparse::launch::multiprocessors(device));
+    if (cluster != 0)
+      return m3_sparse::decode_select(out, *scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k,
+                                      local_blocks, init_blocks, cluster);
+  }
+  const bool scored =
+      m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
   m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, scored);
 }
 
 void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
                           Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k,
                           double softmax_scale, bool causal, std::optional<Tensor> k_scale,
-                          std::optional<Tensor> v_scale, std::int64_t splits, bool overlap) {
+                          std::optional<Tensor> v_scale, std::int64_t splits, bool overlap, std::int64_t formulation) {
+  const m3_sparse::DecodeArguments a{out,         lse,          q,         k_cache, v_cache, block_indices,
+                                     block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale,
+                                     causal};
+  check_attention(a);
+  STD_TORCH_CHECK(
+      splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
+      "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
+  STD_TORCH_CHECK(
+      formulation >= 0 && formulation <= 4,
+      "formulation: expected 0 (chosen by shape), 1 (union tiles), 2 (KV-stationary), 3 (decode) or 4 (1 or 2 "
+      "for each sequence)");
+  if (all_rows_empty(a)) return;
+  // A number of splits is one of the decode kernel.
+  const auto wanted = splits == 0 ? static_cast<m3_sparse::Formulation>(formulation) : m3_sparse::Formulation::decode;
+  m3_sparse::attention(a, m3_sparse::plan_attention(a, wanted), static_cast<int>(splits), overlap);
+}
+
+std::int64_t aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table,
+                                Tensor cu_seqlens_q, Tensor seqused_k, bool causal, std::int64_t formulation) {
+  const std::optional<Tensor> none;
+  const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, v_cache, block_indices, block_table, cu_seqlens_q,
+                                     seqused_k, none, none, 1.0,     causal};
+  check_attention(a);
+  STD_TORCH_CHECK(formulation >= 0 && formulation <= 4, "formulation: expected 0 to 4");
+  return static_cast<std::int64_t>(m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation)));
+}
+
+Tensor aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
+                       Tensor seqused_k, bool causal, double threshold) {
+  const std::optional<Tensor> none;
+  const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, k_cache, block_indices, block_table, cu_seqlens_q,
+                                     seqused_k, none, none, 1.0,     causal};
+  check_attention(a);
+  const char* refusal = m3_sparse::union_refuses(a);
+  STD_TORCH_CHECK(refusal == nullptr, refusal ? refusal : "");
+  STD_TORCH_CHECK(seqused_k.size(0) >= 1, "seqused_k: expected at least one sequence");
+  return m3_sparse::union_lists(a, true, threshold).memory;
+}
+
+void aot_sparse_attention_kv_stationary(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
+                                        Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k,
+                                        double softmax_scale, bool causal, std::optional<Tensor> k_scale,
+                                        std::optional<Tensor> v_scale, std::optional<Tensor> formulation,
+                                        std::int64_t chunk_bits) {
+  const m3_sparse::DecodeArguments a{out,         lse,          q,         k_cache, v_cache, block_indices,
+                                     block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale,
+                                     causal};
+  check_attention(a);
+  STD_TORCH_CHECK(
+      !formulation.has_value() || (is_vector(*formulation, ScalarType::Int) &&
+                                   formulation->size(0) == seqused_k.size(0) && same_device(*formulation, q)),
+      "formulation: expected contiguous int32 [B] on q's device");
+  STD_TORCH_CHECK(chunk_bits == 0 || (chunk_bits >= 8 && chunk_bits <= 20), "chunk_bits: expected 0 or 8 to 20");
+  const char* refusal = m3_sparse::kv_stationary_refuses(a);
+  STD_TORCH_CHECK(refusal == nullptr, refusal ? refusal : "");
+  if (!all_rows_empty(a))
+    m3_sparse::prefill_kv_stationary(a, formulation.has_value() ? formulation->data_ptr() : nullptr,
+                                     static_cast<int>(chunk_bits));
+}
+
+void aot_dense_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
+                         Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, double softmax_scale, bool causal,
+                         std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, std::int64_t splits) {
   STD_TORCH_CHECK(q.dim() == 3 && q.size(2) == 128, "q: expected [T, Hq, 128]");
   STD_TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(3) == 128 && (k_cache.size(2) == 64 || k_cache.size(2) == 128),
                   "k_cache: expected [P, Hkv, 64 or 128, 128]");
   const std::int64_t t = q.size(0), hq = q.size(1), p = k_cache.size(0), hkv = k_cache.size(1), page = k_cache.size(2);
   STD_TORCH_CHECK(v_cache.dim() == 4 && v_cache.size(0) == p && v_cache.size(1) == hkv && v_cache.size(2) == page &&
-                      v_cache.size(3) == 128 && v_cache.scalar_type() == k_cache.scalar_type(),
-                  "v_cache: expected shape and dtype of k_cache");
+                      v_cache.size(3) == 128,
+                  "v_cache: expected the shape of k_cache");
+  STD_TORCH_CHECK((q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half) &&
+                      k_cache.scalar_type() == q.scalar_type() && v_cache.scalar_type() == q.scalar_type(),
+                  "q, k_cache, v_cache: expected one dtype, bfloat16 or float16");
   STD_TORCH_CHECK(hkv >= 1 && hq % hkv == 0 && hq / hkv <= 16 && (hq >= 1 || t == 0),
                   "q: expected 1 to 16 query heads for each KV head");
   STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == t && out.size(1) == hq && out.size(2) == 128 &&
@@ -247,9 +395,6 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
   STD_TORCH_CHECK(!lse.has_value() || (lse->dim() == 2 && lse->size(0) == t && lse->size(1) == hq &&
                                        lse->scalar_type() == ScalarType::Float && same_device(*lse, q)),
                   "lse: expected float32 [T, Hq] on q's device");
-  STD_TORCH_CHECK(block_indices.dim() == 3 && block_indices.size(0) == t && block_indices.size(1) == hkv &&
-                      block_indices.size(2) <= 32 && block_indices.scalar_type() == ScalarType::Int,
-                  "block_indices: expected int32 [T, Hkv, K <= 32]");
   STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int), "seqused_k: expected contiguous int32 [B]");
   const std::int64_t b = seqused_k.size(0);
   STD_TORCH_CHECK(is_vector(cu_seqlens_q, ScalarType::Int) && cu_seqlens_q.size(0) == b + 1,
@@ -257,33 +402,31 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
   STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == b && block_table.scalar_type() == ScalarType::Int &&
                       (block_table.size(1) < 2 || block_table.stride(1) == 1),
                   "block_table: expected int32 [B, M], contiguous rows");
-  const std::int64_t size = kv_size(q.scalar_type(), k_cache.scalar_type());
-  STD_TORCH_CHECK(size != 0,
-                  "q, k_cache: expected bfloat16 or float16 q with a cache of q's dtype, float8_e4m3fn or float8_e5m2");
-  STD_TORCH_CHECK(
-      t <= INT32_MAX / 16 && hkv <= 65535 && b < INT32_MAX && p <= INT32_MAX && block_table.size(1) <= INT32_MAX,
-      "expected at most 2^27 - 1 tokens, 65535 KV heads, 2^31 - 1 requests, pages and table columns");
+  STD_TORCH_CHECK(t <= INT32_MAX / 64 && b <= INT32_MAX / 256 && hkv <= 65535 && p <= INT32_MAX &&
+                      block_table.size(1) <= INT32_MAX / 64,
+                  "expected at most 2^25 - 1 tokens and table columns, 2^23 - 1 requests, 65535 KV heads and 2^31 - 1 "
+                  "pages");
   STD_TORCH_CHECK(same_device(out, q) && same_device(k_cache, q) && same_device(v_cache, q) &&
-                      same_device(block_indices, q) && same_device(block_table, q) && same_device(cu_seqlens_q, q) &&
-                      same_device(seqused_k, q),
+                      same_device(block_table, q) && same_device(cu_seqlens_q, q) && same_device(seqused_k, q),
                   "all tensors: expected one device");
   check_scale(k_scale, q, hkv, "k_scale");
   check_scale(v_scale, q, hkv, "v_scale");
   STD_TORCH_CHECK(t == 0 || (aligned16(q, 2) && aligned16(out, 2)),
                   "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, size) && aligned16(v_cache, size)),
+  STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, 2) && aligned16(v_cache, 2)),
                   "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(
-      splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
-      "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
-  if (b == 0) {  // every row lies past the last request
+  STD_TORCH_CHECK(t == 0 || (maps(q, 2) && maps(k_cache, 3) && maps(v_cache, 3)),
+                  "q, k_cache, v_cache: expected strides above 0 and below 2^40 bytes");
+  STD_TORCH_CHECK(splits >= 0 && splits <= m3_sparse::kMostDenseSplits, "splits: expected 0 (chosen by shape) to ",
+                  m3_sparse::kMostDenseSplits);
+  if (b == 0 || p == 0) {  // no row sees a key
     torch::stable::zero_(out);
     if (lse.has_value()) torch::stable::fill_(*lse, -std::numeric_limits<double>::infinity());
     return;
   }
-  m3_sparse::decode({out, lse, q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale,
-                     v_scale, softmax_scale, causal},
-                    static_cast<int>(splits), overlap);
+  m3_sparse::dense(
+      {out, lse, q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale, causal},
+      splits);
 }
 
 void aot_merge_states(Tensor out, Tensor lse, Tensor outs, Tensor lses) {
@@ -323,12 +466,32 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "aot_select_blocks(Tensor(a!) out, Tensor(b!)? scores, Tensor index_q, Tensor index_k_cache, Tensor block_table, "
       "Tensor cu_seqlens_q, Tensor seqused_k, int local_blocks, int init_blocks, int way=0) -> ()");
-  // For measurements: `splits` forces the number of CTAs of a row (the result has the same bits for each), `overlap`
-  // false keeps the launch from starting before the kernel ahead of it has ended.
+  // `formulation` as in launch/prefill.h. For measurements: `splits` forces the decode kernel and its number of CTAs of
+  // a row (the result has the same bits for each), `overlap` false keeps that launch from starting before the kernel
+  // ahead of it has ended.
   ops.def(
       "aot_sparse_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
       "block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, "
-      "Tensor? k_scale, Tensor? v_scale, int splits=0, bool overlap=True) -> ()");
+      "Tensor? k_scale, Tensor? v_scale, int splits=0, bool overlap=True, int formulation=0) -> ()");
+  // For measurements and bits that don't depend on the batch: `splits` forces how many CTAs share a tile's keys.
+  ops.def(
+      "aot_dense_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
+      "block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, Tensor? k_scale, Tensor? "
+      "v_scale, int splits=0) -> ()");
+  // The formulation that such a call takes, as a number of launch/prefill.h; an error if a forced one cannot take it.
+  ops.def(
+      "aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table, Tensor "
+      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> int");
+  // The lists of the union tiles as they lie in memory (launch/prefill_union.cpp).
+  ops.def(
+      "aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, "
+      "Tensor seqused_k, bool causal, float threshold=2.0) -> Tensor");
+  // The KV-stationary prefill by itself: `formulation` [B] leaves out the sequences without a 1, `chunk_bits` is the
+  // log2 of the tokens of a chunk (0: by shape).
+  ops.def(
+      "aot_sparse_attention_kv_stationary(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, "
+      "Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, "
+      "bool causal, Tensor? k_scale, Tensor? v_scale, Tensor? formulation=None, int chunk_bits=0) -> ()");
   ops.def("aot_merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()");
 }
 
@@ -337,6 +500,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
   ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
+  ops.impl("aot_dense_attention", TORCH_BOX(&aot_dense_attention));
+  ops.impl("aot_attention_plan", TORCH_BOX(&aot_attention_plan));
+  ops.impl("aot_union_lists", TORCH_BOX(&aot_union_lists));
+  ops.impl("aot_sparse_attention_kv_stationary", TORCH_BOX(&aot_sparse_attention_kv_stationary));
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }
 
@@ -346,6 +513,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
   ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
+  ops.impl("aot_dense_attention", TORCH_BOX(&aot_dense_attention));
+  ops.impl("aot_attention_plan", TORCH_BOX(&aot_attention_plan));
+  ops.impl("aot_union_lists", TORCH_BOX(&aot_union_lists));
+  ops.impl("aot_sparse_attention_kv_stationary", TORCH_BOX(&aot_sparse_attention_kv_stationary));
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }
 

@@ -245,6 +245,12 @@ def load_f32_coherent_if(address, ok, otherwise):
     return asm(text, "f", "lr", [address, ok])[0]
 
 
+def load_f32x2_if(address, ok, otherwise):
+    """Two fp32 that the kernel launched before wrote, or (`otherwise`, 0)."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.f32 $0, $4; mov.f32 $1, 0f00000000; @p ld.global.v2.f32 {$0, $1}, [$2]; }"
+    return asm(text, "ff", "lrf", [address, ok, Float32(otherwise)])
+
+
 def stream_16_bytes_if(address, ok):
     """Four words read once: not kept in L1. Zeros where `ok` is 0."""
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
@@ -268,15 +274,6 @@ def store_words_if(address, words, ok):
 def barrier():
     """All threads of the CTA."""
     asm("bar.sync 0;", "", "", [])
-
-
-def named_barrier(number, threads):
-    """`threads` of the CTA, some of which only arrive; barrier 0 is `barrier`."""
-    asm(f"bar.sync $0, {threads};", "", "r", [number])
-
-
-def named_barrier_arrive(number, threads):
-    asm(f"bar.arrive $0, {threads};", "", "r", [number])
 
 
 def warp_barrier():

@@ -47,6 +47,20 @@ def store_f32_if(a, x, ok):
     asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "", "rfr", [a, x, ok])
 
 
+def store_i32(a, x):
+    asm("st.shared.b32 [$0], $1;", "", "rr", [a, x])
+
+
+def store_i32_if(a, x, ok):
+    """Where `ok` (Int32) is not 0."""
+    asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.b32 [$0], $1; }", "", "rrr", [a, x, ok])
+
+
+def or_i32_if(a, bits, ok):
+    """Atomic, where `ok` is not 0."""
+    asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.or.b32 [$0], $1; }", "", "rrr", [a, bits, ok])
+
+
 def store_i32x2(a, x, y):
     asm("st.shared.v2.b32 [$0], {$1, $2};", "", "rrr", [a, x, y])
 
@@ -72,9 +86,9 @@ def store_i32(a, x):
     asm("st.shared.b32 [$0], $1;", "", "rr", [a, x])
 
 
-def fence_to_async():
-    """What this thread stored may now be read by asynchronous copies and wgmma."""
-    asm("fence.proxy.async.shared::cta;", "", "", [])
+def atomic_or(a, bits):
+    """Returns what was there before."""
+    return asm("atom.shared.or.b32 $0, [$1], $2;", "r", "rr", [a, bits])[0]
 
 
 # ---- asynchronous copies
@@ -83,6 +97,11 @@ def fence_to_async():
 def copy_async_16(target, source, valid_bytes):
     """16 bytes, of which `valid_bytes` (0 or 16) are read, the rest become zeros. Past L1: a KV byte is used once."""
     asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "", "rlr", [target, source, valid_bytes])
+
+
+def copy_async_4(target, source, valid_bytes):
+    """4 bytes, of which `valid_bytes` (0 or 4) are read."""
+    asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "rlr", [target, source, valid_bytes])
 
 
 def copies_commit():
@@ -106,6 +125,11 @@ def cluster_wait():
     asm("barrier.cluster.wait.acquire.aligned;", "", "", [])
 
 
+def cluster_arrive():
+    """What this thread wrote, global memory too, is there for who waits."""
+    asm("barrier.cluster.arrive.release.aligned;", "", "", [])
+
+
 def cluster_arrive_relaxed():
     """Orders nothing but the barrier itself (the releasing form costs a fence over all memory)."""
     asm("barrier.cluster.arrive.relaxed.aligned;", "", "", [])
@@ -117,10 +141,6 @@ def cluster_arrive_relaxed():
 def mbarrier_init(a, arrivals):
     """By one thread, followed by a barrier (of the cluster, if its other CTAs use it too)."""
     asm("mbarrier.init.shared::cta.b64 [$0], $1; fence.mbarrier_init.release.cluster;", "", "rr", [a, arrivals])
-
-
-def mbarrier_arrive(a):
-    asm("mbarrier.arrive.shared::cta.b64 _, [$0];", "", "r", [a])
 
 
 def mbarrier_expect(a, count):

@@ -1,44 +1,49 @@
-"""Tensor maps as kernel arguments and the copies they describe.
+"""Copies into shared memory by tensor map (TMA): one thread asks for a box, an mbarrier counts its bytes.
 
-A kernel declares a map as `cute.CopyAtom`; its `entry` gives the atom a type with `argument`, and the launch passes 128
-bytes that the driver encoded. Boxes, coordinates and the layout in shared memory are then between the launch code and
-the kernel: `load` only needs the map's address.
+A tensor map holds base, extents, byte strides, box and swizzle. The host encodes it for the tensors of a call, and the
+kernel gets it by value; the kernel's trace needs one of the right type only.
 """
 
 import cutlass.cute as cute
 from cutlass import Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 
 from shared.ptx import asm
 
 
-def argument(address, dtype):
-    """A copy atom of the right kind; which box it stands for does not show in a kernel that calls `load`."""
-    width = 128 // (dtype.width // 8)  # of a row under the 128-byte swizzle
-    rows = cute.make_layout((8, width), stride=(width, 1))
-    tensor = cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), rows)
-    layout = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    atom, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (8, width))
+def example_map(dtype):
+    """A tensor map for `entry` to pass to the kernel: 128 bytes of parameter. The host encodes the real one."""
+    elements = 128 // (dtype.width // 8)
+    pointer = cute.make_ptr(dtype, Int64(1024), cute.AddressSpace.gmem, assumed_align=16)
+    tensor = cute.make_tensor(pointer, cute.make_layout((8, elements), stride=(elements, 1)))
+    tile = cute.make_layout((8, elements), stride=(elements, 1))
+    atom, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, (8, elements))
     return atom
 
 
-def address(atom):
-    """Of a kernel argument's 128 bytes."""
-    live = cute_nvgpu.atom_make_exec_tma(atom._trait.value)
+def map_address(tensor_map):
+    """The generic address of a kernel's tensor map (a cute.CopyAtom parameter)."""
     kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
-    return Int64(cute_nvgpu.get_tma_desc_addr(kind, live).toint())
+    pointer = cute_nvgpu.get_tma_desc_addr(kind, cute_nvgpu.atom_make_exec_tma(tensor_map._trait.value))
+    return Int64(pointer.toint())
 
 
-def prefetch(map_address):
-    asm("prefetch.tensormap [$0];", "", "l", [map_address])
+def prefetch_map(address):
+    asm("prefetch.tensormap [$0];", "", "l", [address])
 
 
-def load(target, map_address, coordinates, mbarrier):
-    """One box to shared memory by one thread; `mbarrier` counts its bytes. What lies outside the tensor becomes
-    zeros."""
-    n = len(coordinates)
-    place = ", ".join(f"${i + 2}" for i in range(n))
-    text = f"cp.async.bulk.tensor.{n}d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {{{place}}}], [${n + 2}];"
-    asm(text, "", "rl" + "r" * n + "r", [target, map_address, *coordinates, mbarrier])
+def load_box(target, address, coordinates, mbarrier):
+    """The box at `coordinates` (innermost first) to shared memory. Zeros come from outside of the tensor."""
+    at = ", ".join(f"${3 + i}" for i in range(len(coordinates)))
+    text = (
+        f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        f"[$0], [$1, {{{at}}}], [$2];"
+    )
+    asm(text, "", "rlr" + "r" * len(coordinates), [target, address, mbarrier, *coordinates])
+
+
+def fence_async():
+    """Orders this thread's plain accesses to shared memory before later writes by TMA (with a barrier between)."""
+    asm("fence.proxy.async.shared::cta;", "", "", [])

@@ -45,11 +45,11 @@ Limits
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
+import cutlass.utils.hopper_helpers
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from shared import fit_fp16, mma, ptx, query_tiles, ranking, select, smem, tma
+from shared import fit_fp16, hopper, mma, ptx, query_tiles, ranking, select, smem, tma
 from shared.program import Program
 
 BLOCK = 128
@@ -183,7 +183,7 @@ class PrefillScore:
                 for chunk in cutlass.range_constexpr(self.stored_bytes // (BLOCK * 128)):
                     place = target + chunk * (BLOCK * 128) + half * (HALF * 128)
                     coordinates = (Int32(chunk * 64), (first_key + HALF * half) & in_page, pages[half])
-                    tma.load(place, map_k, coordinates, barrier)
+                    tma.load_box(place, map_k, coordinates, barrier)
 
     @cute.jit
     def produce(
@@ -247,7 +247,7 @@ class PrefillScore:
                     smem.mbarrier_expect(self.query_full(base), Int32(self.query_bytes))
                     for chunk in cutlass.range_constexpr(self.chunks):
                         target = base + self.query_at + chunk * (self.rows * 128)
-                        tma.load(target, map_q, (Int32(chunk * 64), Int32(0), token + done), self.query_full(base))
+                        tma.load_box(target, map_q, (Int32(chunk * 64), Int32(0), token + done), self.query_full(base))
                 slot = slot ^ 1
                 unit = tile_base + stop
                 if stop == units:
@@ -283,12 +283,12 @@ class PrefillScore:
         if lane == 0:
             record = base + self.record_at + slot * RECORD_BYTES
             smem.store_i32x4(record + 16, [Int32(0), Int32(0), Int32(0), Int32(0)])
-            smem.mbarrier_arrive(self.query_full(base))
+            hopper.mbarrier_arrive(self.query_full(base))
         if cutlass.const_expr(self.widen):
             smem.mbarrier_wait(self.taken(base, stage), phase)
             if lane == 0:
                 smem.store_i32(base + self.stored_flags_at + stage * 4, Int32(-1))
-                smem.mbarrier_arrive(self.stored(base, stage))
+                hopper.mbarrier_arrive(self.stored(base, stage))
 
     # ---- warps 1 - 3
 
@@ -318,9 +318,9 @@ class PrefillScore:
                     smem.store_i32x4(place + (((first + 1) ^ (row & 7)) << 4), pairs[2] + pairs[3])
                 if worker == 0:
                     smem.store_i32(base + self.flags_at + stage * 4, flags)
-                smem.fence_to_async()
-                smem.mbarrier_arrive(self.full(base, stage))
-                smem.mbarrier_arrive(self.taken(base, source))
+                tma.fence_async()
+                hopper.mbarrier_arrive(self.full(base, stage))
+                hopper.mbarrier_arrive(self.taken(base, source))
                 source = source + 1
                 if source == self.stored_stages:
                     source = Int32(0)
@@ -500,10 +500,10 @@ class PrefillScore:
             self.mma_type, layout.outer, 1024, swizzle=layout.inner
         )
         base = smem.base(1024)  # the allocator's first address
-        q_map, k_map = tma.address(map_q), tma.address(map_k)
+        q_map, k_map = tma.map_address(map_q), tma.map_address(map_k)
         if thread == 0:
-            tma.prefetch(q_map)
-            tma.prefetch(k_map)
+            tma.prefetch_map(q_map)
+            tma.prefetch_map(k_map)
             self.init_barriers(base)
         ptx.barrier()
         ptx.wait_for_previous_kernel()
@@ -563,7 +563,7 @@ class PrefillScore:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             group = (warp >> 2) - 1
-            tiled = hopper.make_trivial_tiled_mma(
+            tiled = cutlass.utils.hopper_helpers.make_trivial_tiled_mma(
                 self.mma_type,
                 self.mma_type,
                 OperandMajorMode.K,
@@ -590,7 +590,7 @@ class PrefillScore:
             row = first_row + (lane >> 2) + (t & 1) * 8 + (t >> 1) * (64 if self.tiles == 2 else 0)
             stage, phase, slot = Int32(0), Int32(0), Int32(0)
             if group == 1:
-                ptx.named_barrier_arrive(Int32(1), 256)
+                hopper.named_barrier_arrive(Int32(1), 256)
             more = Int32(1)
             while more != 0:
                 smem.mbarrier_wait(self.query_full(base), slot)
@@ -619,7 +619,7 @@ class PrefillScore:
                             undo[0] = ptx.select(upper, ptx.select(odd, scales[3], scales[2]), undo[0])
                     cute.arch.sync_warp()
                     if lane == 0:
-                        smem.mbarrier_arrive(self.query_empty(base))
+                        hopper.mbarrier_arrive(self.query_empty(base))
                     if cutlass.const_expr(not self.score_mode):
                         ranking.clear(best_keys, best_ids, self.length)
                     own_position = position + (row >> head_shift)
@@ -642,11 +642,11 @@ class PrefillScore:
                             _, _, position, _ = smem.load_i32x4(record)
                             begin, end = whole_end, smem.load_i32(record + 16)
                         for b in cutlass.range(begin, end, unroll=1):
-                            ptx.named_barrier(group + 1, 256)
+                            hopper.named_barrier(group + 1, 256)
                             smem.mbarrier_wait(self.full(base, stage), phase)
                             for i in cutlass.range_constexpr(self.tiles):
                                 self.issue(tiled, accumulators[i], queries[i], keys[None, None, None, stage])
-                            ptx.named_barrier_arrive(2 - group, 256)
+                            hopper.named_barrier_arrive(2 - group, 256)
                             flags = smem.load_i32(base + self.flags_at + stage * 4)
                             if cutlass.const_expr(self.late):
                                 if b > block:
@@ -655,7 +655,7 @@ class PrefillScore:
                                 warpgroup.wait_group(self.tiles - 1 - i)
                                 if cutlass.const_expr(i == self.tiles - 1):
                                     if lane == 0:
-                                        smem.mbarrier_arrive(self.empty(base, stage))
+                                        hopper.mbarrier_arrive(self.empty(base, stage))
                                 visible = None
                                 if cutlass.const_expr(masked):
                                     first = (first_row + 64 * i + (lane >> 2)) >> head_shift
@@ -769,8 +769,8 @@ class PrefillScore:
         stream: cuda.CUstream,
     ):
         self.kernel(
-            tma.argument(q, self.query_type),
-            tma.argument(k, self.key_type),
+            tma.example_map(self.query_type),
+            tma.example_map(self.key_type),
             out,
             parts,
             block_table,

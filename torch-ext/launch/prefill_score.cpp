@@ -13,7 +13,6 @@
 namespace m3_sparse {
 namespace {
 
-using launch::Element;
 using launch::TensorMap;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -62,12 +61,8 @@ constexpr std::int64_t kMostStored = 64 << 20;  // bytes of scores
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 int device_of(const Tensor& t) { return t.is_cpu() ? -1 : static_cast<int>(t.get_device_index()); }
-std::int64_t element_size(const Tensor& t) { return t.scalar_type() == ScalarType::Float8_e4m3fn ? 1 : 2; }
-
-Element element_of(const Tensor& t) {
-  if (t.scalar_type() == ScalarType::Float8_e4m3fn) return Element::e4m3;
-  return t.scalar_type() == ScalarType::Half ? Element::f16 : Element::bf16;
-}
+bool is_fp8(const Tensor& t) { return t.scalar_type() == ScalarType::Float8_e4m3fn; }
+int element_size(const Tensor& t) { return is_fp8(t) ? 1 : 2; }
 
 int log2_of(std::int64_t n) {
   int bits = 0;
@@ -75,19 +70,25 @@ int log2_of(std::int64_t n) {
   return bits;
 }
 
-launch::MapShape query_map(const Tensor& q, std::int64_t rows) {
-  const std::int64_t size = element_size(q), heads = q.size(1);
-  return {{128, heads, q.size(0)},
-          {q.stride(1) * size, q.stride(0) * size},
-          {static_cast<std::uint32_t>(128 / size), static_cast<std::uint32_t>(heads),
-           static_cast<std::uint32_t>(rows / heads)}};
+TensorMap query_map(const Tensor& q, std::int64_t rows) {
+  const int size = element_size(q);
+  const std::int64_t heads = q.size(1);
+  return launch::tensor_map(q.data_ptr(), size, {128, heads, q.size(0)}, {q.stride(1) * size, q.stride(0) * size},
+                            {128u / size, static_cast<unsigned>(heads), static_cast<unsigned>(rows / heads)});
 }
 
-launch::MapShape key_map(const Tensor& k) {
-  const std::int64_t size = element_size(k);
-  return {{128, k.size(1), k.size(0)},
-          {k.stride(1) * size, k.stride(0) * size},
-          {static_cast<std::uint32_t>(128 / size), 64, 1}};
+// Of half a block. Without a page nothing is loaded through the map, but there must be one.
+TensorMap key_map(const Tensor& k, const void* any) {
+  const int size = element_size(k);
+  return launch::tensor_map(k.numel() ? k.data_ptr() : any, size,
+                            {128, k.size(1), std::max<std::int64_t>(k.size(0), 1)},
+                            {k.stride(1) * size, k.stride(0) * size}, {128u / size, 64, 1});
+}
+
+// Of the two outer dimensions.
+bool has_map(const Tensor& t) {
+  return launch::fits_tensor_map(t.size(1), t.stride(1) * element_size(t)) &&
+         launch::fits_tensor_map(t.size(0), t.stride(0) * element_size(t));
 }
 
 struct Problem {
@@ -104,10 +105,8 @@ void score(const Image (&program)[N], Variant variant, const Problem& p, const v
            std::int64_t topk, std::int64_t local_blocks, std::int64_t init_blocks) {
   auto narrow = [](std::int64_t n) { return static_cast<std::int32_t>(n); };
   const Tensor &q = p.index_q, &k = p.index_k;
-  // Without a page nothing is loaded through the map, but it must have an address.
-  const void* keys = k.numel() ? k.data_ptr() : q.data_ptr();
-  const ScoreParams params{{launch::encode(element_of(q), q.data_ptr(), query_map(q, rows_of(variant))),
-                            launch::encode(element_of(k), keys, key_map(k)),
+  const ScoreParams params{{query_map(q, rows_of(variant)),
+                            key_map(k, q.data_ptr()),
                             p.out.data_ptr(),
                             parts,
                             p.block_table.data_ptr(),
@@ -140,11 +139,11 @@ void score(Variant variant, const Problem& p, const void* parts, unsigned ctas, 
       return score(cubins::prefill_score_##dtypes##_top32, variant, p, parts, ctas, topk, local_blocks, init_blocks); \
     return score(cubins::prefill_score_##dtypes##_scores, variant, p, parts, ctas, topk, local_blocks, init_blocks);  \
   } while (0)
-  const Element q = element_of(p.index_q), k = element_of(p.index_k);
-  if (q == Element::e4m3) M3_SPARSE_RUN(e4m3_e4m3);
-  if (k == Element::e4m3 && q == Element::bf16) M3_SPARSE_RUN(bf16_e4m3);
-  if (k == Element::e4m3) M3_SPARSE_RUN(f16_e4m3);
-  if (q == Element::bf16) M3_SPARSE_RUN(bf16_bf16);
+  const bool bf16 = p.index_q.scalar_type() == ScalarType::BFloat16;
+  if (is_fp8(p.index_q)) M3_SPARSE_RUN(e4m3_e4m3);
+  if (is_fp8(p.index_k) && bf16) M3_SPARSE_RUN(bf16_e4m3);
+  if (is_fp8(p.index_k)) M3_SPARSE_RUN(f16_e4m3);
+  if (bf16) M3_SPARSE_RUN(bf16_bf16);
   M3_SPARSE_RUN(f16_f16);
 }
 
@@ -156,15 +155,14 @@ bool prefill_scores_fit(const Tensor& index_q, const Tensor& index_k, std::int64
   if (tokens < 1 || tokens >= std::int64_t{1} << 30) return false;
   // Units, and what the last CTA's range reaches beyond them, in 32 bits.
   if ((ceil_div(tokens * heads, 128) + requests) * blocks >= (std::int64_t{1} << 31) - (1 << 20)) return false;
-  if (!launch::can_encode(query_map(index_q, 256)) || !launch::can_encode(key_map(index_k))) return false;
+  if (!has_map(index_q) || !has_map(index_k)) return false;
   return launch::compute_capability(device_of(index_q)) == 90;
 }
 
 Selection choose_selection(const Tensor& index_q, const Tensor& index_k, std::int64_t requests, std::int64_t blocks,
                            bool scores_wanted) {
   const std::int64_t rows = index_q.size(0) * index_q.size(1);
-  const bool fp8_queries = element_of(index_q) == Element::e4m3;
-  if (rows <= kDecodeColumns * std::max<std::int64_t>(requests, 1) && !fp8_queries) return Selection::decode;
+  if (rows <= kDecodeColumns * std::max<std::int64_t>(requests, 1) && !is_fp8(index_q)) return Selection::decode;
   if (!prefill_scores_fit(index_q, index_k, requests, blocks)) return Selection::decode;
   if (scores_wanted) return Selection::stored;
   // A tile that more than four CTAs share is folded slower than its scores are stored and ranked.

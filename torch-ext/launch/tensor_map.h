@@ -1,32 +1,26 @@
-// Tensor maps: what the tensor memory accelerator is told of a tensor. They are passed to kernels by value.
+// Tensor maps: how a strided array in global memory is described to the hardware that copies boxes of it (TMA).
 #pragma once
 
-#include <array>
-#include <cstddef>
+#include <cuda.h>  // types only
+
 #include <cstdint>
+#include <initializer_list>
 
 namespace m3_sparse::launch {
 
-// A CUtensorMap. A kernel wants it aligned to 64 bytes, the driver's encoder (CUDA 13) to 128.
-struct alignas(128) TensorMap {
-  unsigned char bytes[128];
-};
+// What a kernel takes for a `cute.CopyAtom`. Goes into launch::Params like any other argument.
+using TensorMap = CUtensorMap;
 
-enum class Element { e4m3, f16, bf16 };
+// An array of `element_bytes` (1 or 2) a piece; extents and box innermost first, strides in bytes for all dimensions
+// but the innermost. Boxes lie in shared memory in the 128-byte swizzle; what reaches outside the array is read as
+// zeros. Needs: base and strides multiples of 16, a box at most 128 bytes wide. A dimension of extent 1 may have any
+// stride.
+TensorMap tensor_map(const void* base, int element_bytes, std::initializer_list<std::int64_t> extents,
+                     std::initializer_list<std::int64_t> byte_strides, std::initializer_list<unsigned> box);
 
-// The first dimension is contiguous; `strides` are those of the others, in bytes.
-struct MapShape {
-  std::array<std::int64_t, 3> sizes;
-  std::array<std::int64_t, 2> strides;
-  std::array<std::uint32_t, 3> box;
-};
-
-// Whether a tensor can be described: a dimension of several elements needs a stride that is a positive multiple of 16
-// bytes below 2^40.
-bool can_encode(const MapShape& shape);
-
-// Boxes land in shared memory with the 128-byte swizzle; what lies outside the tensor reads as zero. Throws if the
-// driver refuses.
-TensorMap encode(Element element, const void* base, const MapShape& shape);
+// Whether `tensor_map` can describe a dimension with this stride and extent.
+constexpr bool fits_tensor_map(std::int64_t extent, std::int64_t byte_stride) {
+  return extent == 1 || (byte_stride > 0 && byte_stride % 16 == 0 && byte_stride < (std::int64_t{1} << 40));
+}
 
 }  // namespace m3_sparse::launch

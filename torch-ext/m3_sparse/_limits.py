@@ -7,10 +7,13 @@ from typing import Optional
 
 import torch
 
+from . import checks
 from ._architecture import architecture
+from .ops import ops
 
 MOST_IDS = 32
 MOST_GROUP = 16
+MOST_STRIDE = 2**39  # elements of two bytes
 # The decode kernel shares the keys it reads among a request's rows, eight at a time; beyond some average, a prefill,
 # it would read the keys again and again and store [T, Hi, blocks] scores. The prefill kernel, for SM90 and a power of
 # two of heads, has no such limit.
@@ -24,6 +27,17 @@ def sparse_attention(q, k_cache, block_indices) -> Optional[str]:
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
         heads = f"{q.shape[1]} and {k_cache.shape[1]}"
         return f"sparse_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
+    return None
+
+
+def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
+    if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
+        heads = f"{q.shape[1]} and {k_cache.shape[1]}"
+        return f"dense_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
+    # Tensor maps: an expanded dimension has no stride that they could hold.
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x is not None and any(n > 1 and not 0 < s < MOST_STRIDE for n, s in zip(x.shape, x.stride())):
+            return f"dense_attention on aot takes strides above 0 and below {MOST_STRIDE}, got {x.stride()} for {name}"
     return None
 
 
@@ -56,8 +70,45 @@ def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
     return None
 
 
+# By the numbers of torch-ext/launch/prefill.h.
+PLANS = {
+    1: "union tiles",
+    2: "KV-stationary",
+    3: "decode",
+    4: "union tiles where u(4) of a request is below 2, else KV-stationary: chosen on the device",
+}
+
+
+def plan(
+    q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, causal=True, formulation=None
+) -> int:
+    """The formulation that sparse_attention takes on aot: a key of PLANS. NotImplementedError if a forced one can't."""
+    wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
+    tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
+    try:
+        return ops.aot_attention_plan(*tensors, causal, wanted)
+    except RuntimeError as error:
+        raise NotImplementedError(f"formulation {formulation!r}: {error}") from error
+
+
+def explain_plan(arguments: dict) -> Optional[str]:
+    """The formulation as a sentence; None where too few arguments are given."""
+    needed = ("q", "k_cache", "v_cache", "block_indices", "block_table", "cu_seqlens_q", "seqused_k")
+    if any(name not in arguments for name in needed):
+        return None
+    tensors = {name: arguments[name] for name in needed}
+    for name in needed[3:]:
+        tensors[name] = int32(tensors[name]) if name != "block_indices" else tensors[name].int()
+    given = {name: arguments[name] for name in ("causal", "formulation") if name in arguments}
+    try:
+        return PLANS[plan(**tensors, **given)]
+    except NotImplementedError as error:
+        return f"none: {error}"
+
+
 _NEEDED = {
     "sparse_attention": (sparse_attention, ("q", "k_cache", "block_indices"), ()),
+    "dense_attention": (dense_attention, ("q", "k_cache"), ("v_cache",)),
     "block_scores": (block_scores, ("index_q", "block_table"), ()),
     "select_blocks": (select_blocks, ("index_q", "block_table"), ("topk",)),
     "store_kv": (store_kv, ("k", "k_cache", "index_k", "index_k_cache"), ()),

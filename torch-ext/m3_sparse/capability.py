@@ -19,6 +19,7 @@ BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
 COMPILED = "compiled, not yet run on hardware"
+EMULATED = "compiled, emulated; not yet run on hardware"
 MISSING = "not implemented"
 
 
@@ -72,18 +73,21 @@ _AOT = {
     "block_scores": _SAME + tuple(f"{x}+e4m3" for x in (*_KERNEL_FLOATS, "e4m3")),
     "select_blocks": _SAME + tuple(f"{x}+e4m3" for x in (*_KERNEL_FLOATS, "e4m3")),
     "sparse_attention": _SAME + tuple(f"{x}+{y}" for x in _KERNEL_FLOATS for y in ("e4m3", "e5m2")),
+    "dense_attention": _SAME,
     "store_kv": _STORE,
     "merge_states": ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16"),
 }
 _SM90_ONLY = {("block_scores", "e4m3+e4m3"), ("select_blocks", "e4m3+e4m3")}
 _ARCHITECTURES = {"sm_90": MEASURED, "sm_100": COMPILED, "sm_103": COMPILED}
+# Operations with kernels for some of the architectures only.
+_ARCHITECTURES_OF = {"dense_attention": {"sm_90": EMULATED}}
 
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
     + [
         Capability(op, "aot", arch, tuple(p for p in pairs if arch == "sm_90" or (op, p) not in _SM90_ONLY), status)
         for op, pairs in _AOT.items()
-        for arch, status in _ARCHITECTURES.items()
+        for arch, status in _ARCHITECTURES_OF.get(op, _ARCHITECTURES).items()
     ]
     + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
     + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
@@ -255,7 +259,11 @@ def explain(op: str, **arguments) -> str:
         lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
     try:
         rule = "by default" if _forced is None else "asked for by name"
-        lines.append(f"  -> {choose(op, first.device, first.dtype, second, needs_grad, outside)}, {rule}")
+        chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
+        lines.append(f"  -> {chosen}, {rule}")
+        if op == "sparse_attention" and chosen == "aot":
+            formulation = _limits.explain_plan(arguments)
+            lines += [] if formulation is None else [f"     formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:
         lines.append(f"  -> raises {type(error).__name__}: {error}")
     problem = checks.problem(op, arguments)

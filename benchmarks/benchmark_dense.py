@@ -1,0 +1,155 @@
+"""dense_attention on one GPU: time a call, its FLOP/s and its share of the copy bandwidth.
+
+    python benchmarks/benchmark_dense.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
+    [--peers] [--quick]
+
+Uniform batches, bf16, pages of 128 tokens at random places of a pool that no two requests share. Prefill rows are causal
+unless they say "full". FLOPs: 4 x 128 per (token, query head, visible key). Bytes: q, out, every K and V byte once.
+--peers times torch's scaled_dot_product_attention (its cuDNN and its flash backend) on the same numbers in contiguous,
+unpaged caches, where it has the shape: square causal prefill, and decode with every token visible. Protocol:
+protocol.py. Every shape's answer is checked first on some rows against float64.
+"""
+
+import argparse
+from pathlib import Path
+
+import protocol
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+PAGE = 128
+# heads, batch, q_len, kv_len, causal
+CASES = [
+    ((64, 4), 1, 8192, 8192, True),
+    ((64, 4), 1, 32768, 32768, True),
+    ((64, 4), 1, 4096, 131072, True),
+    ((64, 4), 1, 512, 65536, True),
+    ((64, 4), 1, 128, 65536, True),
+    ((64, 4), 1, 8192, 8192, False),
+    ((16, 16), 2, 8192, 8192, True),
+    ((64, 4), 1, 1, 32768, True),
+    ((64, 4), 16, 1, 32768, True),
+    ((64, 4), 64, 1, 32768, True),
+    ((64, 4), 16, 4, 32768, True),
+    ((64, 4), 1, 1, 1048576, True),
+]
+QUICK = [CASES[i] for i in (0, 1, 6, 7, 8, 9)]
+PEERS = {"torch-cudnn": SDPBackend.CUDNN_ATTENTION, "torch-flash": SDPBackend.FLASH_ATTENTION}
+
+
+def make_sets(heads, batch, q_len, kv_len):
+    """Input sets (q, k_cache, v_cache, table), the lengths, and the bytes of one set."""
+    size = 2 * 128 * (2 * batch * kv_len * heads[1] + 2 * batch * q_len * heads[0])
+    count = min(8, protocol.sets_for(size))
+    width = kv_len // PAGE
+    pages = batch * width
+    lengths = {
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device="cuda") * q_len,
+        "seqused_k": torch.full((batch,), kv_len, dtype=torch.int32, device="cuda"),
+    }
+    sets = []
+    for _ in range(count):
+        # In memory [page, token, head, 128], as engines keep it.
+        caches = [torch.randn(pages, PAGE, heads[1], 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        table = torch.randperm(pages, device="cuda").to(torch.int32).view(batch, width)
+        query = torch.randn(batch * q_len, heads[0], 128, device="cuda", dtype=torch.bfloat16)
+        sets.append((query, *[cache.transpose(1, 2) for cache in caches], table))
+    return sets, lengths, size
+
+
+def check(call, inputs, batch, q_len, kv_len, causal):
+    query, k_cache, v_cache, table = inputs
+    out, lse = call(*inputs)
+    group = query.shape[1] // k_cache.shape[1]
+    for t in sorted({0, q_len // 2, batch * q_len - 1}):
+        b, i = divmod(t, q_len)
+        end = kv_len - q_len + i + 1 if causal else kv_len
+        for h in {0, k_cache.shape[1] - 1}:
+            keys, values = (x[table[b].long(), h].flatten(0, 1)[:end].double() for x in (k_cache, v_cache))
+            part = slice(h * group, (h + 1) * group)
+            logits = query[t, part].double() @ keys.T * 128**-0.5
+            want = logits.softmax(-1) @ values
+            error = (out[t, part].double() - want).norm() / want.norm()
+            gap = (lse[t, part].double() - logits.logsumexp(-1)).abs().max()
+            if not (error <= 5e-3 and gap <= 1e-3):
+                raise SystemExit(f"dense_attention: row {t}, head {h}: relative error {error}, LSE {gap}")
+
+
+def contiguous(inputs, batch):
+    """[B, heads, tokens, 128] of the same numbers."""
+    query, k_cache, v_cache, table = inputs
+    keys, values = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (k_cache, v_cache))
+    return query.unflatten(0, (batch, -1)).transpose(1, 2), keys, values
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="the shapes of the targets")
+    options = parser.parse_args()
+    m3_sparse = protocol.load(options.variant)
+    torch.manual_seed(0)
+    bandwidth = protocol.copy_bandwidth()
+    rows = []
+    for heads, batch, q_len, kv_len, causal in QUICK if options.quick else CASES:
+        sets, lengths, size = make_sets(heads, batch, q_len, kv_len)
+        visible = q_len * kv_len - (q_len * (q_len - 1) // 2 if causal else 0)
+        flops = 4 * 128 * heads[0] * batch * visible
+        replays = 8 if flops > 1e12 else protocol.REPLAYS
+        key = {
+            "dtype": "bf16",
+            "heads": f"{heads[0]}/{heads[1]}",
+            "batch": batch,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "selection": "causal" if causal else "full",
+            "page": PAGE,
+        }
+
+        def ours(*inputs, lengths=lengths, causal=causal):
+            return m3_sparse.dense_attention(*inputs, **lengths, causal=causal, return_lse=True)
+
+        def measure(impl, call, sets, size=size, flops=flops, replays=replays, key=key):
+            cold = protocol.graph_time(call, sets, replays)
+            warm = cold if flops > 1e11 else protocol.graph_time(call, sets[:1] * 20, replays)
+            rows.append(protocol.row(bandwidth, cold, warm, size, flops, op="dense", impl=impl, **key))
+
+        with m3_sparse.backend("aot"):
+            check(ours, sets[0], batch, q_len, kv_len, causal)
+            measure("ours", ours, sets)
+        if options.peers and (q_len in (1, kv_len)):
+            sets = [contiguous(inputs, batch) for inputs in sets]
+            for name, backend in PEERS.items():
+
+                def peer(q, k, v, backend=backend, causal=causal and q_len > 1):
+                    with sdpa_kernel(backend):
+                        return torch.nn.functional.scaled_dot_product_attention(
+                            q, k, v, is_causal=causal, enable_gqa=True
+                        )
+
+                try:
+                    measure(name, peer, sets)
+                except RuntimeError as error:
+                    print(f"{name} {key}: {str(error).splitlines()[0]}")
+        del sets
+        torch.cuda.empty_cache()
+    if options.results:
+        protocol.merge_rows(options.results, rows)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
+    print("impl | heads | batch | q_len | kv_len | mask | us | TFLOP/s | GB/s | % of copy")
+    for r in rows:
+        shape = [str(r[name]) for name in ("impl", "heads", "batch", "q_len", "kv_len", "selection")]
+        rates = [r["flops"] / r["ms_cold"] / 1e9, r["bytes"] / r["ms_cold"] / 1e6]
+        figures = [
+            f"{r['ms_cold'] * 1000:.1f}",
+            f"{rates[0]:.0f}",
+            f"{rates[1]:.0f}",
+            f"{100 * rates[1] / bandwidth:.0f}",
+        ]
+        print(" | ".join(shape + figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,565 @@
+"""Invert: the selection turned around, from blocks of a query to queries of a block. First stage of the KV-stationary
+prefill (op sparse_attention).
+
+Problem
+    block_indices [T, Hkv, K] gives each (query token, KV head) up to 32 blocks. Wanted is, for each chunk of 2^chunk_bits
+    tokens, KV head, sequence and block, the ascending list of the chunk's tokens that chose the block, cut into tiles of
+    `tile` tokens. A choice counts once a row (the first slot that names it), and only if the block begins before the
+    token's visible end and has a page. Nothing returns to the host: all arrays are sized by shapes.
+
+Pieces (shared/pieces.py)
+    unit     the tokens of one sequence in an aligned span of 256; a CTA of 256 threads is a unit and KV head, a thread a
+             token
+    segment  the tokens of one sequence in a chunk. Row = (segment, KV head), bin = (row, block)
+
+Three launches
+    count    a bitmap of 256 tokens for each block, in shared memory, filled by atomic or; its population counts are the
+             unit's share of every bin. Writes `state` [T, Hkv] = (mask of the slots that count, 1 if the sequence takes
+             part).
+    scan     a CTA a row: prefix sums over the units of a bin, tiles of the bins, prefix sums of those
+    scatter  the bitmap again; a choice's place is its bin's start + choices of units before + bits below its own. The
+             first choice of a tile also writes the tile's head.
+    Which lane comes first decides nothing: the bitmap is the same in any order, and ranks are counted from it.
+
+Arrays (int32)
+    counts   [units, Hkv, blocks]        count; after scan: choices of the bin in earlier units
+    bins     [segments, Hkv, blocks, 2]  first tile within the row, choices
+    rows     [segments, Hkv]             tiles of a row
+    chunks   [chunks + 1]                first tile of a chunk
+    heads    [tiles, 8]                  bin number, KV head | tokens << 16, page of the first half, of the second half,
+                                         a + (0), last visible column | first visible column << 8, sequence, block
+             A token at `local` in its chunk sees the block's columns up to min(local + a, last). A page outside the cache
+             is -1 and its columns are not visible.
+    entries  [tiles, tile]               local token << 5 | slot; behind the last token of a tile: unspecified
+
+Budget
+    Choices are read twice (8 B), counts written, read and written, 32 + 4 tile bytes a tile written: at 32k tokens, 4 heads
+    and 16 slots 25 MB, 6 us at 4.3 TB/s; a CTA's chain of dependent steps (offsets, ids, pages, bitmap) is about 4 us.
+
+Limits
+    K <= 32; tokens < 2^26; bins < 2^31. Bitmaps cover WINDOW blocks at a time; longer tables take several rounds.
+    Offsets, lengths, ids and pages may hold anything: no access outside the arrays.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from shared import pieces, ptx, smem
+from shared.program import Program
+
+THREADS = 256
+UNIT_BITS = 8
+WINDOW = 1024  # blocks of a bitmap
+BITMAP_BYTES = WINDOW * THREADS // 8
+SLOTS = 4  # slots whose ids and pages are loaded together
+NEVER = 1 << 24  # added to a local token: past every last visible column
+HEAD_BYTES = 32
+
+
+@cute.jit
+def load_choices(
+    row: Int64,
+    ids_slot: Int64,
+    first: Int32,
+    width: Int32,
+    mask: Int32,
+    visible: Int32,
+    ids: cute.Tensor,
+):
+    """Ids of the slots first .. first + SLOTS - 1 of a row: those in `mask` and in [0, visible), else -1."""
+    places = [
+        (row + Int64(first + i) * ids_slot, Int32(first + i < width) & ((mask >> (first + i)) & 1), -1)
+        for i in range(SLOTS)
+    ]
+    loaded = ptx.load_i32_batch(places)
+    for i in cutlass.range_constexpr(SLOTS):
+        ids[i] = ptx.select((loaded[i] >= 0) & (loaded[i] < visible), loaded[i], Int32(-1))
+
+
+def visible_blocks(token, stop, used, causal):
+    """Blocks that begin before a token's visible end."""
+    end = ptx.select(causal != 0, ptx.minimum_i32(used, used - stop + token + 1), used)
+    return (ptx.maximum_i32(end, Int32(0)) + 127) >> 7
+
+
+def load_pages(page_row, block, page_width, pages, page_bits, ok):
+    """Pages of a block's halves, -1 where there is none. `ok` Int32."""
+    entry = block << (7 - page_bits)
+    second = entry + (7 - page_bits)
+    first_ok = ok & Int32(entry < page_width)
+    second_ok = ok & Int32(second < page_width)
+    a, b = ptx.load_i32_batch(
+        [(page_row + Int64(entry) * 4, first_ok, -1), (page_row + Int64(second) * 4, second_ok, -1)]
+    )
+    a = ptx.select((a >= 0) & (a < pages), a, Int32(-1))
+    b = ptx.select((b >= 0) & (b < pages), b, Int32(-1))
+    return a, b
+
+
+@cute.jit
+def takes_part(formulation: Int64, sequence: Int32, requests: Int32):
+    """1 if the KV-stationary pipeline computes a sequence. Tokens of no sequence are always its own."""
+    chosen = ptx.load_i32_if(formulation + Int64(sequence) * 4, Int32((formulation != 0) & (sequence < requests)), 1)
+    return Int32(chosen == 1)
+
+
+@cute.jit
+def clear_bitmap(base: Int32, thread: Int32, blocks: Int32):
+    for at in cutlass.range(thread, blocks * 2, THREADS, unroll=1):
+        smem.store_i32x4(base + at * 16, [Int32(0)] * 4)
+
+
+def bits_of(base, block):
+    """A block's 8 words of the bitmap."""
+    return smem.load_i32x4(base + block * 32) + smem.load_i32x4(base + block * 32 + 16)
+
+
+def bits_below(base, block, warp):
+    """Those of tokens before this thread's."""
+    masks = [ptx.select(warp > w, Int32(-1), Int32(0)) for w in range(THREADS // 32)]
+    masks = [ptx.select(warp == w, ptx.lanes_below(), m) for w, m in enumerate(masks)]
+    return [word & m for word, m in zip(bits_of(base, block), masks)]
+
+
+def total_bits(words):
+    counts = [ptx.count_bits(w) for w in words]
+    while len(counts) > 1:
+        counts = [counts[i] + counts[i + 1] for i in range(0, len(counts), 2)]
+    return counts[0]
+
+
+def prefix_in_warp(x, lane):
+    """Sum over the lanes up to and including this one."""
+    for distance in (1, 2, 4, 8, 16):
+        before = ptx.shuffle_up(x, distance)
+        x = x + ptx.select(lane >= distance, before, Int32(0))
+    return x
+
+
+class Count:
+    dynamic_smem = BITMAP_BYTES
+
+    @cute.kernel
+    def kernel(
+        self,
+        ids: Int64,
+        page_table: Int64,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        formulation: Int64,  # 0: every sequence takes part
+        counts: Int64,
+        state: Int64,
+        ids_token: Int64,  # strides in bytes
+        ids_head: Int64,
+        ids_slot: Int64,
+        page_table_row: Int64,
+        tokens: Int32,
+        requests: Int32,
+        heads: Int32,
+        width: Int32,
+        page_width: Int32,
+        pages: Int32,
+        page_bits: Int32,
+        reach: Int32,
+        blocks: Int32,  # of a row of the page table
+        causal: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        unit, head, _ = cute.arch.block_idx()
+        lane = thread & 31
+        base = smem.base(128)
+        ptx.let_next_kernel_start()
+        ptx.wait_for_previous_kernel()
+        span, sequence, first, last, stop = pieces.find(cu_seqlens, unit, Int32(UNIT_BITS), requests, tokens, lane)
+        if first < last:
+            real = sequence < requests
+            used = ptx.load_i32_if(seqused + Int64(ptx.select(real, sequence, Int32(0))) * 4, Int32(real), 0)
+            used = ptx.clamp(used, Int32(0), reach)
+            mine = takes_part(formulation, sequence, requests)
+            row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
+            row_blocks = ptx.select(mine != 0, row_blocks, Int32(0))
+            token = (span << UNIT_BITS) + thread
+            inside = (token >= first) & (token < last)
+            visible = ptx.minimum_i32(visible_blocks(token, stop, used, causal), row_blocks)
+            visible = ptx.select(inside, visible, Int32(0))
+            safe = ptx.select(inside, token, first)
+            row = ids + Int64(safe) * ids_token + Int64(head) * ids_head
+            page_row = page_table + Int64(ptx.select(real, sequence, Int32(0))) * page_table_row
+            word, bit = (thread >> 5) * 4, Int32(1) << lane
+            mask = Int32(0)
+            loaded = cute.make_rmem_tensor(cute.make_layout(SLOTS), Int32)
+            for window in cutlass.range(0, row_blocks, WINDOW, unroll=1):
+                size = ptx.minimum_i32(row_blocks - window, Int32(WINDOW))
+                clear_bitmap(base, thread, size)
+                ptx.barrier()
+                for slot in cutlass.range(0, width, SLOTS, unroll=1):
+                    load_choices(row, ids_slot, slot, width, Int32(-1), visible, loaded)
+                    for i in cutlass.range_constexpr(SLOTS):
+                        here = Int32((loaded[i] >= window) & (loaded[i] < window + size))
+                        a, b = load_pages(page_row, loaded[i], page_width, pages, page_bits, here)
+                        if (here != 0) & ((a & b) != -1):
+                            before = smem.atomic_or(base + (loaded[i] - window) * 32 + word, bit)
+                            if (before & bit) == 0:
+                                mask = mask | (Int32(1) << (slot + i))
+                ptx.barrier()
+                out = counts + (Int64(unit) * Int64(heads) + Int64(head)) * Int64(blocks) * 4
+                for at in cutlass.range(thread, size, THREADS, unroll=1):
+                    ptx.store_words(out + Int64(window + at) * 4, [total_bits(bits_of(base, at))])
+                ptx.barrier()
+            if inside:
+                ptx.store_words(state + (Int64(token) * Int64(heads) + Int64(head)) * 8, [mask, mine])
+
+    @cute.jit
+    def entry(
+        self,
+        ids: Int64,
+        page_table: Int64,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        formulation: Int64,
+        counts: Int64,
+        state: Int64,
+        ids_token: Int64,
+        ids_head: Int64,
+        ids_slot: Int64,
+        page_table_row: Int64,
+        tokens: Int32,
+        requests: Int32,
+        heads: Int32,
+        width: Int32,
+        page_width: Int32,
+        pages: Int32,
+        page_bits: Int32,
+        reach: Int32,
+        blocks: Int32,
+        causal: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            ids,
+            page_table,
+            cu_seqlens,
+            seqused,
+            formulation,
+            counts,
+            state,
+            ids_token,
+            ids_head,
+            ids_slot,
+            page_table_row,
+            tokens,
+            requests,
+            heads,
+            width,
+            page_width,
+            pages,
+            page_bits,
+            reach,
+            blocks,
+            causal,
+        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
+
+
+class Scan:
+    dynamic_smem = 64
+
+    @cute.kernel
+    def kernel(
+        self,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        formulation: Int64,
+        counts: Int64,
+        bins: Int64,
+        rows: Int64,
+        tokens: Int32,
+        requests: Int32,
+        heads: Int32,
+        reach: Int32,
+        blocks: Int32,
+        chunk_bits: Int32,
+        tile_bits: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        segment, head, _ = cute.arch.block_idx()
+        lane, warp = thread & 31, thread >> 5
+        base = smem.base(128)
+        ptx.let_next_kernel_start()
+        ptx.wait_for_previous_kernel()
+        span, sequence, first, last, stop = pieces.find(cu_seqlens, segment, chunk_bits, requests, tokens, lane)
+        real = Int32((first < last) & (sequence < requests))
+        used = ptx.load_i32_if(seqused + Int64(ptx.select(real != 0, sequence, Int32(0))) * 4, real, 0)
+        used = ptx.clamp(used, Int32(0), reach) * takes_part(formulation, sequence, requests)
+        row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
+        first_unit = (first >> UNIT_BITS) + sequence
+        last_unit = ((last - 1) >> UNIT_BITS) + sequence
+        row = Int64(segment) * Int64(heads) + Int64(head)
+        unit_step = Int64(heads) * Int64(blocks) * 4
+        done = Int32(0)  # tiles of the bins before this round's
+        for at in cutlass.range(0, row_blocks, THREADS, unroll=1):
+            block = at + thread
+            inside = Int32(block < row_blocks)
+            place = counts + Int64(first_unit) * unit_step + (Int64(head) * Int64(blocks) + Int64(block)) * 4
+            total = Int32(0)
+            for unit in cutlass.range(first_unit, last_unit + 1, 1, unroll=1):
+                count = ptx.load_i32_if(place, inside, 0)
+                if inside != 0:
+                    ptx.store_words(place, [total])
+                total = total + count
+                place = place + unit_step
+            tiles = (total + (Int32(1) << tile_bits) - 1) >> tile_bits
+            upto = prefix_in_warp(tiles, lane)
+            if lane == 31:
+                smem.store_i32(base + warp * 4, upto)
+            ptx.barrier()
+            sums = smem.load_i32x4(base) + smem.load_i32x4(base + 16)
+            before, all_tiles = done, done
+            for w in cutlass.range_constexpr(THREADS // 32):
+                before = before + ptx.select(warp > w, sums[w], Int32(0))
+                all_tiles = all_tiles + sums[w]
+            if inside != 0:
+                ptx.store_words(bins + (row * Int64(blocks) + Int64(block)) * 8, [before + upto - tiles, total])
+            done = all_tiles
+            ptx.barrier()
+        if thread == 0:
+            ptx.store_words(rows + row * 4, [done])
+
+    @cute.jit
+    def entry(
+        self,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        formulation: Int64,
+        counts: Int64,
+        bins: Int64,
+        rows: Int64,
+        tokens: Int32,
+        requests: Int32,
+        heads: Int32,
+        reach: Int32,
+        blocks: Int32,
+        chunk_bits: Int32,
+        tile_bits: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            cu_seqlens,
+            seqused,
+            formulation,
+            counts,
+            bins,
+            rows,
+            tokens,
+            requests,
+            heads,
+            reach,
+            blocks,
+            chunk_bits,
+            tile_bits,
+        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
+
+
+class Scatter:
+    dynamic_smem = BITMAP_BYTES + 64
+
+    @cute.kernel
+    def kernel(
+        self,
+        ids: Int64,
+        page_table: Int64,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        state: Int64,
+        counts: Int64,
+        bins: Int64,
+        rows: Int64,
+        chunks: Int64,
+        heads_out: Int64,
+        entries: Int64,
+        ids_token: Int64,  # strides in bytes
+        ids_head: Int64,
+        ids_slot: Int64,
+        page_table_row: Int64,
+        tokens: Int32,
+        requests: Int32,
+        heads: Int32,
+        width: Int32,
+        page_width: Int32,
+        pages: Int32,
+        page_bits: Int32,
+        reach: Int32,
+        blocks: Int32,
+        causal: Int32,
+        chunk_bits: Int32,
+        tile_bits: Int32,
+        most_tiles: Int32,  # that `heads_out` and `entries` hold
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        unit, head, _ = cute.arch.block_idx()
+        lane, warp = thread & 31, thread >> 5
+        base = smem.base(128)
+        ptx.let_next_kernel_start()
+        ptx.wait_for_previous_kernel()
+        span, sequence, first, last, stop = pieces.find(cu_seqlens, unit, Int32(UNIT_BITS), requests, tokens, lane)
+        if first < last:
+            real = sequence < requests
+            used = ptx.load_i32_if(seqused + Int64(ptx.select(real, sequence, Int32(0))) * 4, Int32(real), 0)
+            used = ptx.clamp(used, Int32(0), reach)
+            chunk = span >> (chunk_bits - UNIT_BITS)
+            row = (chunk + sequence) * heads + head
+            first_tile = self.tiles_before(rows, row, base + BITMAP_BYTES, thread, lane, warp)
+            if (thread == 0) & (head == 0) & (first == (chunk << chunk_bits)):
+                ptx.store_words(chunks + Int64(chunk) * 4, [first_tile])
+            if (thread == 0) & (head == heads - 1) & (last == tokens):
+                own = ptx.load_i32(rows + Int64(row) * 4)
+                ptx.store_words(chunks + Int64(chunk + 1) * 4, [first_tile + own])
+
+            token = (span << UNIT_BITS) + thread
+            inside = (token >= first) & (token < last)
+            safe = ptx.select(inside, token, first)
+            mask, mine = ptx.load_i32_batch(
+                [
+                    (state + (Int64(safe) * Int64(heads) + Int64(head)) * 8, Int32(inside), 0),
+                    (state + (Int64(first) * Int64(heads) + Int64(head)) * 8 + 4, Int32(1), 0),
+                ]
+            )
+            row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
+            row_blocks = ptx.select(mine != 0, row_blocks, Int32(0))
+            row_ids = ids + Int64(safe) * ids_token + Int64(head) * ids_head
+            page_row = page_table + Int64(ptx.select(real, sequence, Int32(0))) * page_table_row
+            unit_counts = counts + (Int64(unit) * Int64(heads) + Int64(head)) * Int64(blocks) * 4
+            row_bins = bins + Int64(row) * Int64(blocks) * 8
+            local = token - (chunk << chunk_bits)
+            shift = ptx.select(causal != 0, (chunk << chunk_bits) + used - stop, Int32(NEVER))
+            tile = Int32(1) << tile_bits
+            word, bit = (thread >> 5) * 4, Int32(1) << lane
+            loaded = cute.make_rmem_tensor(cute.make_layout(SLOTS), Int32)
+            for window in cutlass.range(0, row_blocks, WINDOW, unroll=1):
+                size = ptx.minimum_i32(row_blocks - window, Int32(WINDOW))
+                clear_bitmap(base, thread, size)
+                ptx.barrier()
+                for slot in cutlass.range(0, width, SLOTS, unroll=1):
+                    load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
+                    for i in cutlass.range_constexpr(SLOTS):
+                        if (loaded[i] >= window) & (loaded[i] < window + size):
+                            smem.atomic_or(base + (loaded[i] - window) * 32 + word, bit)
+                ptx.barrier()
+                for slot in cutlass.range(0, width, SLOTS, unroll=1):
+                    load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
+                    for i in cutlass.range_constexpr(SLOTS):
+                        block = loaded[i]
+                        if (block >= window) & (block < window + size):
+                            before, start, count = ptx.load_i32_batch(
+                                [
+                                    (unit_counts + Int64(block) * 4, Int32(1), 0),
+                                    (row_bins + Int64(block) * 8, Int32(1), 0),
+                                    (row_bins + Int64(block) * 8 + 4, Int32(1), 0),
+                                ]
+                            )
+                            rank = before + total_bits(bits_below(base, block - window, warp))
+                            at = first_tile + start + (rank >> tile_bits)
+                            if at < most_tiles:
+                                place = (Int64(at) << Int64(tile_bits)) + Int64(rank & (tile - 1))
+                                ptx.store_words(entries + place * 4, [(local << 5) | (slot + i)])
+                                if (rank & (tile - 1)) == 0:
+                                    a, b = load_pages(page_row, block, page_width, pages, page_bits, Int32(1))
+                                    seen = ptx.minimum_i32(used - 1 - (block << 7), Int32(127))
+                                    seen = ptx.select(b < 0, ptx.minimum_i32(seen, Int32(63)), seen)
+                                    hidden = ptx.select(a < 0, Int32(64 << 8), Int32(0))
+                                    left = ptx.minimum_i32(count - rank, tile)
+                                    head_at = heads_out + Int64(at) * HEAD_BYTES
+                                    number = row * blocks + block
+                                    ptx.store_words(head_at, [number, head | (left << 16), a, b])
+                                    shift_here = shift - (block << 7)
+                                    ptx.store_words(head_at + 16, [shift_here, seen | hidden, sequence, block])
+                ptx.barrier()
+
+    @cute.jit
+    def tiles_before(self, rows: Int64, row: Int32, scratch: Int32, thread: Int32, lane: Int32, warp: Int32):
+        """Tiles of all rows before one."""
+        total = Int32(0)
+        for at in cutlass.range(thread, row, THREADS, unroll=1):
+            total = total + ptx.load_i32(rows + Int64(at) * 4)
+        total = ptx.warp_sum(total)
+        if lane == 0:
+            smem.store_i32(scratch + warp * 4, total)
+        ptx.barrier()
+        sums = smem.load_i32x4(scratch) + smem.load_i32x4(scratch + 16)
+        result = sums[0]
+        for w in cutlass.range_constexpr(1, THREADS // 32):
+            result = result + sums[w]
+        return result
+
+    @cute.jit
+    def entry(
+        self,
+        ids: Int64,
+        page_table: Int64,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        state: Int64,
+        counts: Int64,
+        bins: Int64,
+        rows: Int64,
+        chunks: Int64,
+        heads_out: Int64,
+        entries: Int64,
+        ids_token: Int64,
+        ids_head: Int64,
+        ids_slot: Int64,
+        page_table_row: Int64,
+        tokens: Int32,
+        requests: Int32,
+        heads: Int32,
+        width: Int32,
+        page_width: Int32,
+        pages: Int32,
+        page_bits: Int32,
+        reach: Int32,
+        blocks: Int32,
+        causal: Int32,
+        chunk_bits: Int32,
+        tile_bits: Int32,
+        most_tiles: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.kernel(
+            ids,
+            page_table,
+            cu_seqlens,
+            seqused,
+            state,
+            counts,
+            bins,
+            rows,
+            chunks,
+            heads_out,
+            entries,
+            ids_token,
+            ids_head,
+            ids_slot,
+            page_table_row,
+            tokens,
+            requests,
+            heads,
+            width,
+            page_width,
+            pages,
+            page_bits,
+            reach,
+            blocks,
+            causal,
+            chunk_bits,
+            tile_bits,
+            most_tiles,
+        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
+
+
+def programs():
+    return [
+        Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 10),
+        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 7),
+        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 13),
+    ]

@@ -1,0 +1,750 @@
+"""Prefill forward, KV-stationary: every selected block of K and V comes into shared memory once a chunk, and all its
+queries run past it. Second stage of the KV-stationary prefill (op sparse_attention), after neutral/invert.py.
+
+Problem
+    For a chunk of tokens, a list of tiles (heads, entries of invert.py), in order of (sequence, KV head, block). A tile is
+    one block of 128 keys of one KV head and up to 8 tokens x 16 query heads (or 16 x 8) that chose it. For each of them a
+    partial result: unnormalised o = sum of p v with p = 2^(logit - m), and (m, l = sum of p), m in log2 units. Partials
+    lie at (token, KV head, slot) of the chunk, so nothing about the lists comes back in the combination.
+
+Tile picture
+    M = 128 rows (token, head) = 2 warpgroups x 64; N = 128 keys; D = 128.
+        S = Q K^T    wgmma m64n128k16, both operands in shared memory, 8 k steps
+        P = 2^(S - m) in registers, rounded to the 16-bit type of q
+        O = P V      wgmma with P from registers, V as MN-major operand
+    A group of more than 8 query heads takes 16 rows a token, a smaller one 8; rows past the group are computed and ignored.
+    A token's rows lie in one warp: 16 rows are the warp's, 8 rows one half of its accumulators.
+    fp8 K and V are widened exactly to the type of q, once a block.
+
+Roles (512 threads, one CTA an SM; a CTA takes an equal contiguous range of the chunk's tiles)
+    warp 0        reads the lists two tiles ahead, copies K, V (TMA; once a run of tiles of one block) and gathers Q (a box
+                  for each token and half of D); zeroes rows of V past the sequence's end (0 * NaN is NaN)
+    warps 1-3     fp8: widen K and V; otherwise idle
+    warps 4-7     combine an earlier chunk (shared/partials.py): the traffic of one chunk's combination runs under the
+                  products of the next, without communication inside the launch
+    warps 8-15    two consumer warpgroups of 64 rows: QK of the next tile runs while the tile's PV does, softmax behind
+
+Chunks
+    Launch c computes the partials of chunk c and combines chunk c - 1, finished by the launch before; the last chunk is
+    combined by a launch of its own. Partials of three chunks are kept, so that nothing of launch c but the combining warps
+    waits for launch c - 1: it may start (programmatic dependent launch) while that one ends. Launch c + 1 is allowed to
+    start once the combining warps of every CTA have passed their wait, when launch c - 1 is complete and with it the
+    combination of chunk c - 2, whose place launch c + 1 writes.
+
+Shared memory (bytes)
+    16-bit  K and V 3 x 32,768 in turn, Q 3 x 32,768, combine 32,768     fp8  Q 2 x 32,768, raw K and V 16,384 each
+    then mbarriers, for each stage of Q what the consumers must know of the tile, and the weights of a combined row
+
+Partials
+    In the order of the accumulators (shared/partials.py): a store is a full 512 bytes of a warp and needs no shuffle. fp16
+    partials are taken 2^-7 smaller (m larger by 7), so that they cannot overflow: |o| <= max |v|.
+
+Budget (H200)
+    Tile: 8.4 MFLOP = 1.42 us of an SM at 780 TFLOP/s over 132; 2 x 128 x 128 ex2... 16,384 = 0.58 us at 16 a clock. Bytes
+    through L2: 32 KiB of Q in, 32 KiB of partials out a tile, 64 KiB of K, V a run.
+
+Limits
+    head_dim 128, block 128, page 64 or 128, at most 16 query heads a KV head. Bases and strides of q, K, V multiples of 16
+    bytes (tensor maps). Lists may hold anything: tokens and slots outside the chunk are left out, pages outside the cache
+    read as zeros.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64
+
+from shared import hopper, mma, ptx, smem, softmax
+from shared.partials import UNIT_BYTES, Partials
+from shared.program import Program
+
+THREADS, CONSUMER_WARPS = 512, 8
+FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
+REGISTERS = (40, 56, 208)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
+TILE_BYTES = 32768  # 128 x 128 x 2
+HALF = TILE_BYTES // 2  # of 64 columns
+RAW_BYTES = 16384
+KV_STAGES = 3
+HEAD_BYTES, META_BYTES = 32, 128
+NEW, LAST = 1, 2  # flags of a tile: first, last of its block in this CTA
+WIDENERS = 96
+
+
+def step_of(number):
+    """(stage, parity of its completed fills) of the n-th use of the ring of K and V."""
+    turn = number // KV_STAGES
+    return number - turn * KV_STAGES, turn & 1
+
+
+class Prefill:
+    """One variant: dtype of q (and of the products) and of KV."""
+
+    def __init__(self, q_dtype, kv_dtype, rows):
+        self.dtype, self.kv_dtype, self.rows = q_dtype, kv_dtype, rows
+        self.fp8 = kv_dtype in ("e4m3", "e5m2")
+        self.tokens = 128 // rows  # of a tile
+        self.q_stages = 2 if self.fp8 else 3
+        self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
+        self.lift = 7.0 if q_dtype == "f16" else 0.0
+        self.combine = Partials(q_dtype, rows)
+        self.kv_at = 0
+        self.q_at = KV_STAGES * TILE_BYTES
+        self.raw_at = self.q_at + self.q_stages * TILE_BYTES
+        self.ring_at = self.raw_at + (2 * RAW_BYTES if self.fp8 else 0)
+        self.mbarriers_at = self.ring_at + self.combine.ring_bytes
+        names = ["q_full", "q_empty", "kv_full", "kv_empty", "raw_full", "raw_empty"]
+        self.mbarrier = {name: self.mbarriers_at + 32 * i for i, name in enumerate(names)}
+        self.v_landed = self.mbarriers_at + 32 * len(names)
+        self.raw_meta = self.v_landed + 8
+        self.meta_at = self.mbarriers_at + 256
+        self.weights_at = self.meta_at + self.q_stages * META_BYTES
+        self.dynamic_smem = self.weights_at + self.combine.weights_bytes
+
+    def bar(self, base, name, stage):
+        return base + self.mbarrier[name] + stage * 8
+
+    # ---- the kernel
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: cute.CopyAtom,
+        k_map: cute.CopyAtom,
+        v_map: cute.CopyAtom,
+        chunks: Int64,
+        heads: Int64,
+        entries: Int64,
+        partials: Int64,
+        sums: Int64,  # (m, l) of the partials
+        k_scale: Int64,  # 0: one
+        k_scale_head: Int64,
+        q_policy: Int64,  # L2 eviction priorities
+        kv_policy: Int64,
+        chunk: Int32,
+        chunk_bits: Int32,
+        tokens: Int32,
+        kv_heads: Int32,
+        group: Int32,
+        width: Int32,
+        page_bits: Int32,
+        most_tiles: Int32,
+        early: Int32,  # 1: the lists were finished by a kernel before the one ahead of this
+        opaque: Int32,  # 0
+        softmax_scale: Float32,
+        # the combination of the chunk before; combine_tokens 0: none
+        combine_partials: Int64,
+        combine_sums: Int64,
+        state: Int64,
+        out: Int64,
+        lse: Int64,
+        v_scale: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
+        v_scale_head: Int64,
+        combine_first: Int32,
+        combine_tokens: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        base = smem.base()
+        if thread == 0:
+            for stage in cutlass.range_constexpr(self.q_stages):
+                smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
+                smem.mbarrier_init(self.bar(base, "q_empty", stage), CONSUMER_WARPS)
+            for stage in cutlass.range_constexpr(KV_STAGES):
+                smem.mbarrier_init(self.bar(base, "kv_full", stage), 3 if self.fp8 else 1)
+                smem.mbarrier_init(self.bar(base, "kv_empty", stage), CONSUMER_WARPS)
+            for stage in cutlass.range_constexpr(2):
+                smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
+                smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
+            smem.mbarrier_init(base + self.v_landed, 1)
+        ptx.barrier()
+        if (warp >= FIRST_COMBINER) & (warp < FIRST_CONSUMER):
+            hopper.give_registers(REGISTERS[1])
+            ptx.wait_for_previous_kernel()
+            ptx.let_next_kernel_start()
+            rows = combine_tokens * kv_heads
+            self.combine.walk(
+                base + self.ring_at,
+                base + self.weights_at,
+                thread - FIRST_COMBINER * 32,
+                Int32(Int64(rows) * Int64(cta) // Int64(ctas)),
+                Int32(Int64(rows) * Int64(cta + 1) // Int64(ctas)),
+                combine_partials,
+                combine_sums,
+                state,
+                out,
+                lse,
+                v_scale,
+                out_token,
+                out_head,
+                lse_token,
+                lse_head,
+                v_scale_head,
+                combine_first,
+                kv_heads,
+                group,
+                width,
+            )
+        else:
+            if early == 0:
+                ptx.wait_for_previous_kernel()
+            begin, end = ptx.load_i32_batch(
+                [(chunks + Int64(chunk) * 4, Int32(1), 0), (chunks + Int64(chunk) * 4 + 4, Int32(1), 0)]
+            )
+            begin = ptx.clamp(begin, Int32(0), most_tiles)
+            count = ptx.clamp(end, begin, most_tiles) - begin
+            first = begin + Int32(Int64(count) * Int64(cta) // Int64(ctas))
+            stop = begin + Int32(Int64(count) * Int64(cta + 1) // Int64(ctas))
+            if warp < FIRST_COMBINER:
+                hopper.give_registers(REGISTERS[0])
+                if first < stop:
+                    if warp == 0:
+                        maps = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
+                        self.produce(
+                            base,
+                            lane,
+                            first,
+                            stop,
+                            *maps,
+                            heads,
+                            entries,
+                            k_scale,
+                            k_scale_head,
+                            q_policy,
+                            kv_policy,
+                            chunk << chunk_bits,
+                            ptx.minimum_i32(tokens - (chunk << chunk_bits), Int32(1) << chunk_bits),
+                            kv_heads,
+                            group,
+                            width,
+                            page_bits,
+                            softmax_scale,
+                        )
+                    if cutlass.const_expr(self.fp8):
+                        if warp > 0:
+                            self.widen_blocks(base, thread - 32, lane)
+            else:
+                hopper.take_registers(REGISTERS[2])
+                if first < stop:
+                    self.consume(
+                        base,
+                        warp - FIRST_CONSUMER,
+                        lane,
+                        first,
+                        stop,
+                        partials,
+                        sums,
+                        kv_heads * width,
+                        width,
+                        opaque,
+                    )
+
+    # ---- warp 0
+
+    def load_head(self, heads, tile, ok):
+        """(number, KV head | tokens << 16, page, page, a, columns) of a tile; number -1 where `ok` is 0."""
+        at = heads + Int64(tile) * HEAD_BYTES
+        return ptx.load_i32_batch([(at + 4 * i, ok, -1 if i == 0 else 0) for i in range(6)])
+
+    @cute.jit
+    def produce(
+        self,
+        base: Int32,
+        lane: Int32,
+        first: Int32,
+        stop: Int32,
+        q_map: Int64,
+        k_map: Int64,
+        v_map: Int64,
+        heads: Int64,
+        entries: Int64,
+        k_scale: Int64,
+        k_scale_head: Int64,
+        q_policy: Int64,
+        kv_policy: Int64,
+        first_token: Int32,
+        chunk_tokens: Int32,
+        kv_heads: Int32,
+        group: Int32,
+        width: Int32,
+        page_bits: Int32,
+        softmax_scale: Float32,
+    ):
+        number, packed, page_a, page_b, shift, columns = self.load_head(heads, first, Int32(1))
+        head_next = self.load_head(heads, first + 1, Int32(first + 1 < stop))
+        number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n = head_next
+        entry = self.load_entry(entries, first, packed, lane, Int32(1))
+        stage, q_parity = Int32(0), Int32(1)
+        run, previous, landed = Int32(-1), Int32(-1), Int32(0)
+        for tile in cutlass.range(first, stop, 1, unroll=1):
+            entry_n = self.load_entry(entries, tile + 1, packed_n, lane, Int32(tile + 1 < stop))
+            head_2 = self.load_head(heads, tile + 2, Int32(tile + 2 < stop))
+            number_2, packed_2, page_a_2, page_b_2, shift_2, columns_2 = head_2
+
+            head = ptx.clamp(packed & 0xFFFF, Int32(0), kv_heads - 1)
+            # What a list says may be wrong; what it leads to lies within the chunk.
+            local, slot = entry >> 5, entry & 31
+            good = Int32((entry >= 0) & (local < chunk_tokens) & (slot < width))
+            entry = ptx.select(good != 0, entry, Int32(-1))
+            is_new = number != previous
+            is_last = (tile + 1 == stop) | (number_n != number)
+            seen = columns & 0xFF
+            if is_new:
+                run = run + 1
+                self.load_keys(base, lane, k_map, head, page_a, page_b, page_bits, kv_policy, run)
+
+            # Q and what the consumers must know
+            q_full = self.bar(base, "q_full", stage)
+            smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
+            meta = base + self.meta_at + stage * META_BYTES
+            if lane < self.tokens:
+                smem.store_i32(meta + lane * 4, entry)
+            if lane == 16:
+                scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
+                flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
+                scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
+                smem.store_i32x4(meta + 64, [flags | (head << 8), shift, columns, scale])
+            ptx.warp_barrier()
+            present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))
+            if lane == 0:
+                smem.mbarrier_expect(q_full, present * (self.rows * 256))
+            ptx.warp_barrier()
+            entry_here = ptx.shuffle(entry, lane >> 1)
+            if (lane < 2 * self.tokens) & (entry_here >= 0):
+                target = base + self.q_at + stage * TILE_BYTES + (lane & 1) * HALF + (lane >> 1) * (self.rows * 128)
+                at = [(lane & 1) * 64, head * group, first_token + (entry_here >> 5)]
+                hopper.tma_load(target, q_map, at, q_full, q_policy)
+
+            if is_new:
+                landed = self.load_values(
+                    base, lane, v_map, head, page_a, page_b, page_bits, kv_policy, run, seen, landed
+                )
+            previous = number
+            number, packed, page_a, page_b, shift, columns = number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n
+            number_n, packed_n, page_a_n, page_b_n = number_2, packed_2, page_a_2, page_b_2
+            shift_n, columns_n = shift_2, columns_2
+            entry = entry_n
+            stage = stage + 1
+            if stage == self.q_stages:
+                stage, q_parity = Int32(0), q_parity ^ 1
+            ptx.warp_barrier()
+        if cutlass.const_expr(self.fp8):
+            run = run + 1
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)
+            if lane == 0:
+                smem.store_i32(base + self.raw_meta, Int32(-1))
+                hopper.mbarrier_arrive(self.bar(base, "raw_full", 0))
+
+    def load_entry(self, entries, tile, packed, lane, ok):
+        present = Int32(lane < ptx.minimum_i32(packed >> 16, Int32(self.tokens))) & ok
+        return ptx.load_i32_if(entries + (Int64(tile) * self.tokens + Int64(lane)) * 4, present, -1)
+
+    @cute.jit
+    def load_block(
+        self, target: Int32, tensor_map: Int64, head: Int32, a: Int32, b: Int32, bits: Int32, policy: Int64, full: Int32
+    ):
+        """A block of K or V: boxes of 128 bytes x page."""
+        if cutlass.const_expr(self.fp8):
+            smem.mbarrier_expect(full, RAW_BYTES)
+            hopper.tma_load(target, tensor_map, [Int32(0), Int32(0), head, a], full, policy)
+            if bits == 6:
+                hopper.tma_load(target + RAW_BYTES // 2, tensor_map, [Int32(0), Int32(0), head, b], full, policy)
+        else:
+            smem.mbarrier_expect(full, TILE_BYTES)
+            for half in cutlass.range_constexpr(2):
+                at = [Int32(64 * half), Int32(0), head]
+                hopper.tma_load(target + half * HALF, tensor_map, [*at, a], full, policy)
+                if bits == 6:
+                    hopper.tma_load(target + half * HALF + HALF // 2, tensor_map, [*at, b], full, policy)
+
+    @cute.jit
+    def load_keys(
+        self,
+        base: Int32,
+        lane: Int32,
+        k_map: Int64,
+        head: Int32,
+        page_a: Int32,
+        page_b: Int32,
+        page_bits: Int32,
+        policy: Int64,
+        run: Int32,
+    ):
+        if cutlass.const_expr(self.fp8):
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)
+            if lane == 0:
+                smem.store_i32(base + self.raw_meta, Int32(127))
+                full = self.bar(base, "raw_full", 0)
+                self.load_block(base + self.raw_at, k_map, head, page_a, page_b, page_bits, policy, full)
+        else:
+            stage, parity = step_of(2 * run)
+            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
+            if lane == 0:
+                target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
+                self.load_block(target, k_map, head, page_a, page_b, page_bits, policy, full)
+
+    @cute.jit
+    def load_values(
+        self,
+        base: Int32,
+        lane: Int32,
+        v_map: Int64,
+        head: Int32,
+        page_a: Int32,
+        page_b: Int32,
+        page_bits: Int32,
+        policy: Int64,
+        run: Int32,
+        seen: Int32,
+        landed: Int32,
+    ):
+        """Rows of V past column `seen`, which no token sees, become zeros. Returns the parity of `v_landed`."""
+        if cutlass.const_expr(self.fp8):
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 1), (run & 1) ^ 1)
+            if lane == 0:
+                smem.store_i32(base + self.raw_meta + 4, seen)
+                full = self.bar(base, "raw_full", 1)
+                self.load_block(base + self.raw_at + RAW_BYTES, v_map, head, page_a, page_b, page_bits, policy, full)
+        else:
+            stage, parity = step_of(2 * run + 1)
+            target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
+            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
+            if seen == 127:
+                if lane == 0:
+                    self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, full)
+            else:
+                arrived = base + self.v_landed
+                if lane == 0:
+                    self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, arrived)
+                smem.mbarrier_wait(arrived, landed)
+                landed = landed ^ 1
+                for at in cutlass.range((seen + 1) * 8 + lane, 1024, 32, unroll=1):
+                    smem.store_i32x4(target + at * 16, [Int32(0)] * 4)
+                    smem.store_i32x4(target + HALF + at * 16, [Int32(0)] * 4)
+                hopper.fence_async()
+                ptx.warp_barrier()
+                if lane == 0:
+                    hopper.mbarrier_arrive(full)
+        return landed
+
+    # ---- warps 1-3, fp8 only
+
+    @cute.jit
+    def widen_blocks(self, base: Int32, thread: Int32, lane: Int32):
+        run, going = Int32(0), Int32(1)
+        while going != 0:
+            smem.mbarrier_wait(self.bar(base, "raw_full", 0), run & 1)
+            going = Int32(smem.load_i32(base + self.raw_meta) >= 0)
+            if going != 0:
+                self.widen_one(base, thread, lane, 2 * run, 0, Int32(127))
+                smem.mbarrier_wait(self.bar(base, "raw_full", 1), run & 1)
+                self.widen_one(base, thread, lane, 2 * run + 1, 1, smem.load_i32(base + self.raw_meta + 4))
+            run = run + 1
+
+    @cute.jit
+    def widen_one(self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32):
+        stage, parity = step_of(use)
+        smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
+        self.widen_block(base + self.raw_at + raw * RAW_BYTES, base + self.kv_at + stage * TILE_BYTES, thread, seen)
+        hopper.fence_async()
+        ptx.warp_barrier()
+        if lane == 0:
+            hopper.mbarrier_arrive(self.bar(base, "kv_full", stage))
+            hopper.mbarrier_arrive(self.bar(base, "raw_empty", raw))
+
+    @cute.jit
+    def widen_block(self, source: Int32, target: Int32, thread: Int32, seen: Int32):
+        """128 x 128 bytes to 16-bit elements, both in the 128-byte swizzle; rows past `seen` become zeros."""
+        for at in cutlass.range(thread, 1024, WIDENERS, unroll=1):
+            row, chunk = at >> 3, at & 7
+            turn = row & 7
+            words = smem.load_i32x4(source + row * 128 + ((chunk ^ turn) << 4))
+            wide = [x for word in words for x in self.widen(word)]
+            keep = ptx.select(row <= seen, Int32(-1), Int32(0))
+            wide = [x & keep for x in wide]
+            place = target + (chunk >> 2) * HALF + row * 128
+            for part in cutlass.range_constexpr(2):
+                column = (chunk & 3) * 2 + part
+                smem.store_i32x4(place + ((column ^ turn) << 4), wide[4 * part : 4 * part + 4])
+
+    def widen(self, word):
+        """Four fp8 -> two words of the type of q; exact for both."""
+        halves = mma.widen_e4m3(word) if self.kv_dtype == "e4m3" else mma.widen_e5m2(word)
+        if self.dtype == "f16":
+            return list(halves)
+        return [ptx.pack_bf16(*ptx.unpack_fp16(half)) for half in halves]
+
+    # ---- consumers
+
+    def read_meta(self, base, stage, warp):
+        """(entry of the first 8 rows, of the others, flags | KV head << 8, shift, columns, factor to log2 units)"""
+        meta = base + self.meta_at + stage * META_BYTES
+        if self.rows == 16:
+            entry = smem.load_i32(meta + warp * 4)
+            entries = [entry, entry]
+        else:
+            entries = smem.load_i32x2(meta + warp * 8)
+        flags, shift, columns, scale = smem.load_i32x4(meta + 64)
+        return (*entries, flags, shift, columns, ptx.f32_from_bits(scale))
+
+    def multiply_keys(self, S, q, k):
+        hopper.fence()
+        for step in range(8):
+            offset = (step >> 2) * HALF + (step & 3) * 32
+            a, b = hopper.descriptor(q + offset), hopper.descriptor(k + offset)
+            hopper.wgmma_ss(S, a, b, step > 0, self.dtype)
+        hopper.commit()
+
+    def multiply_values(self, O, P, v):
+        hopper.fence()
+        for step in range(8):
+            a = [P[4 * step + i] for i in range(4)]
+            hopper.wgmma_rs(O, a, hopper.descriptor(v + step * 2048, HALF), step > 0, self.dtype, True)
+        hopper.commit()
+
+    @cute.jit
+    def consume(
+        self,
+        base: Int32,
+        warp: Int32,
+        lane: Int32,
+        first: Int32,
+        stop: Int32,
+        partials: Int64,
+        sums: Int64,
+        token_slots: Int32,
+        width: Int32,
+        opaque: Int32,
+    ):
+        S = cute.make_rmem_tensor(cute.make_layout(64), Float32)
+        O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
+        P = cute.make_rmem_tensor(cute.make_layout(32), Int32)
+        group_at = (warp >> 2) * 8192  # a warpgroup's 64 rows in a half of Q
+        k_use, v_use = Int32(0), Int32(-1)  # of the ring: even uses are K, odd ones V
+        smem.mbarrier_wait(self.bar(base, "q_full", 0), 0)
+        entry0, entry1, flags, shift, columns, scale = self.read_meta(base, 0, warp)
+        smem.mbarrier_wait(self.bar(base, "kv_full", 0), 0)
+        self.multiply_keys(S, base + self.q_at + group_at, base + self.kv_at)
+        hopper.wait(0, S)
+        self.release(base, lane, "q_empty", Int32(0), Int32(1))
+        self.release(base, lane, "kv_empty", Int32(0), flags & LAST)
+        place0, place1 = self.places(entry0, entry1, flags, token_slots, width)
+        self.probabilities(S, lane, entry0, entry1, shift, columns, scale, place0, place1, sums)
+        self.round_probabilities(S, P)
+        stage, parity = Int32(1), Int32(0)
+        for tile in cutlass.range(first, stop - 1, 1, unroll=1):
+            smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
+            entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+            if (flags_n & NEW) != 0:
+                k_use = k_use + 2
+                self.wait_for_block(base, k_use)
+            k_stage = step_of(k_use)[0]
+            q = base + self.q_at + stage * TILE_BYTES + group_at
+            self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
+            if (flags & NEW) != 0:
+                v_use = v_use + 2
+                self.wait_for_block(base, v_use)
+            v_stage = step_of(v_use)[0]
+            self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES)
+            hopper.wait(1, S)
+            self.release(base, lane, "q_empty", stage, Int32(1))
+            self.release(base, lane, "kv_empty", k_stage, flags_n & LAST)
+            next0, next1 = self.places(entry0, entry1, flags_n, token_slots, width)
+            self.probabilities(S, lane, entry0, entry1, shift, columns, scale, next0, next1, sums)
+            hopper.pin(S)
+            # Keeps ptxas from moving the wait ahead of the exponentials, which would end the overlap.
+            ptx.asm(
+                "{ .reg .pred p; setp.eq.s32 p, $0, 0; @p bra behind; nanosleep.u32 1; behind: }", "", "r", [opaque]
+            )
+            ptx.warp_barrier()
+            hopper.wait(0, O)
+            self.release(base, lane, "kv_empty", v_stage, flags & LAST)
+            self.store_partial(O, lane, place0, place1, partials)
+            self.round_probabilities(S, P)
+            place0, place1, flags = next0, next1, flags_n
+            stage = stage + 1
+            if stage == self.q_stages:
+                stage, parity = Int32(0), parity ^ 1
+        if (flags & NEW) != 0:
+            v_use = v_use + 2
+            self.wait_for_block(base, v_use)
+        self.multiply_values(O, P, base + self.kv_at + step_of(v_use)[0] * TILE_BYTES)
+        hopper.wait(0, O)
+        self.store_partial(O, lane, place0, place1, partials)
+
+    def wait_for_block(self, base, use):
+        stage, parity = step_of(use)
+        smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
+
+    def release(self, base, lane, name, stage, ok):
+        hopper.mbarrier_arrive_if(self.bar(base, name, stage), Int32((lane == 0) & (ok != 0)))
+
+    def places(self, entry0, entry1, flags, token_slots, width):
+        """Number of the partial of each half of the rows; -1: none."""
+        head_slots = (flags >> 8) * width
+        numbers = [(entry >> 5) * token_slots + head_slots + (entry & 31) for entry in (entry0, entry1)]
+        return [ptx.select(entry < 0, Int32(-1), n) for entry, n in zip((entry0, entry1), numbers)]
+
+    @cute.jit
+    def probabilities(
+        self,
+        S: cute.Tensor,
+        lane: Int32,
+        entry0: Int32,
+        entry1: Int32,
+        shift: Int32,
+        columns: Int32,
+        scale: Float32,
+        place0: Int32,
+        place1: Int32,
+        sums: Int64,
+    ):
+        """S becomes P, unrounded; writes m and l."""
+        column = (lane & 3) * 2
+        seen, hidden = columns & 0xFF, columns >> 8
+        limits = [ptx.minimum_i32(seen, (entry >> 5) + shift) for entry in (entry0, entry1)]
+        limits = [ptx.select(entry < 0, Int32(127), x) for entry, x in zip((entry0, entry1), limits)]
+        if (limits[0] < 127) | (limits[1] < 127) | (hidden > 0):
+            for i in cutlass.range_constexpr(64):
+                at = column + (8 * (i // 4) + (i & 1))
+                visible = (at <= limits[(i >> 1) & 1]) & (at >= hidden)
+                S[i] = ptx.select(visible, S[i], Float32(softmax.NEG_INF))
+        if scale < Float32(0.0):
+            for i in cutlass.range_constexpr(64):
+                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], -S[i])
+        scale = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
+        places = (place0, place1)
+        for half in cutlass.range_constexpr(2):
+            top, total = self.exponentials(S, half, scale)
+            row = (lane >> 2) + (8 * half if self.rows == 16 else 0)
+            at = sums + (Int64(places[half]) * self.rows + Int64(row)) * 8
+            words = [ptx.f32_bits(top), ptx.f32_bits(total)]
+            ptx.store_words_if(at, words, Int32((column == 0) & (places[half] >= 0)))
+
+    def exponentials(self, S, half, scale):
+        """Of the accumulators of one half, in place: (m, l) of the row."""
+        at = [4 * n + 2 * half + k for n in range(16) for k in range(2)]
+        logits = [S[i] for i in at]
+        top = ptx.maximum(ptx.multiply(self.row_maximum(logits), scale), Float32(softmax.EMPTY))
+        top = top + Float32(self.lift)
+        p = [ptx.exp2(ptx.fma(x, scale, -top)) for x in logits]
+        totals = p[:2]
+        for i in range(2, 32):
+            totals[i & 1] = totals[i & 1] + p[i]
+        for i, x in zip(at, p):
+            S[i] = x
+        total = totals[0] + totals[1]
+        total = total + ptx.shuffle_xor_f32(total, 1)
+        return top, total + ptx.shuffle_xor_f32(total, 2)
+
+    def row_maximum(self, values):
+        """Four chains, then the lanes that share the row."""
+        chains = values[:4]
+        for i in range(4, len(values), 4):
+            chains = [ptx.maximum(a, b) for a, b in zip(chains, values[i : i + 4])]
+        top = ptx.maximum(ptx.maximum(chains[0], chains[1]), ptx.maximum(chains[2], chains[3]))
+        top = ptx.maximum(top, ptx.shuffle_xor_f32(top, 1))
+        return ptx.maximum(top, ptx.shuffle_xor_f32(top, 2))
+
+    def round_probabilities(self, S, P):
+        for j in range(32):
+            P[j] = self.pack(S[2 * j], S[2 * j + 1])
+
+    @cute.jit
+    def store_partial(self, O: cute.Tensor, lane: Int32, place0: Int32, place1: Int32, partials: Int64):
+        places = (place0, place1)
+        for half in cutlass.range_constexpr(2):
+            unit = Int64(places[half]) * (self.rows // 8) + Int64(half if self.rows == 16 else 0)
+            at = partials + unit * UNIT_BYTES + Int64(lane * 16)
+            if places[half] >= 0:
+                for part in cutlass.range_constexpr(4):
+                    tiles = [4 * (4 * part + k) + 2 * half for k in range(4)]
+                    ptx.store_words(at + 512 * part, [self.pack(O[i], O[i + 1]) for i in tiles])
+
+    @cute.jit
+    def entry(
+        self,
+        chunks: Int64,
+        heads: Int64,
+        entries: Int64,
+        partials: Int64,
+        sums: Int64,
+        k_scale: Int64,
+        k_scale_head: Int64,
+        q_policy: Int64,
+        kv_policy: Int64,
+        chunk: Int32,
+        chunk_bits: Int32,
+        tokens: Int32,
+        kv_heads: Int32,
+        group: Int32,
+        width: Int32,
+        page_bits: Int32,
+        most_tiles: Int32,
+        early: Int32,
+        opaque: Int32,
+        softmax_scale: Float32,
+        combine_partials: Int64,
+        combine_sums: Int64,
+        state: Int64,
+        out: Int64,
+        lse: Int64,
+        v_scale: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
+        v_scale_head: Int64,
+        combine_first: Int32,
+        combine_tokens: Int32,
+        stream: cuda.CUstream,
+    ):
+        maps = [hopper.example_map(BFloat16) for _ in range(3)]
+        self.kernel(
+            *maps,
+            chunks,
+            heads,
+            entries,
+            partials,
+            sums,
+            k_scale,
+            k_scale_head,
+            q_policy,
+            kv_policy,
+            chunk,
+            chunk_bits,
+            tokens,
+            kv_heads,
+            group,
+            width,
+            page_bits,
+            most_tiles,
+            early,
+            opaque,
+            softmax_scale,
+            combine_partials,
+            combine_sums,
+            state,
+            out,
+            lse,
+            v_scale,
+            out_token,
+            out_head,
+            lse_token,
+            lse_head,
+            v_scale_head,
+            combine_first,
+            combine_tokens,
+        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
+
+
+def programs():
+    example = [Int64(16)] * 9 + [Int32(1)] * 10 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 2
+    pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
+    return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]

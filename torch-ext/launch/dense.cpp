@@ -1,0 +1,160 @@
+#include "dense.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <stdexcept>
+
+#include "combine.h"
+#include "cubins.h"
+#include "launch.h"
+#include "tensor_map.h"
+
+namespace m3_sparse {
+namespace {
+
+using launch::TensorMap;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Address = const void*;
+using I64 = std::int64_t;
+using I32 = std::int32_t;
+
+using DenseParams =
+    launch::Params<TensorMap, TensorMap, TensorMap,                                // q, k, v
+                   Address, Address, Address, Address, Address, Address, Address,  // page table, offsets, lengths, out,
+                                                                                   // lse, k_scale, v_scale
+                   I64,                                                            // byte strides: page table row
+                   I64, I64, I64,                                                  // out: split, token, head
+                   I64, I64, I64,                                                  // lse
+                   I64, I64,                                                       // k_scale, v_scale: head
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,  // T, B, M, P, log2 pages of a block, reach, heads
+                                                                      // a KV head, tokens of a tile, causal, splits
+                   float>;                                            // softmax_scale
+
+static_assert(DenseParams::match_all(cubins::dense_bf16_m64));
+static_assert(DenseParams::match_all(cubins::dense_bf16_m128));
+static_assert(DenseParams::match_all(cubins::dense_f16_m64));
+static_assert(DenseParams::match_all(cubins::dense_f16_m128));
+
+constexpr I64 kKeys = 128, kHeadDim = 128;
+// Below this a split's work is less than what it costs to start it and to merge its result.
+constexpr I64 kLeastKeysOfASplit = 512;
+// Estimated, not measured.
+constexpr I64 kBlocksOfACta = 2;
+// Partial outputs are written and read once more: they should stay in L2.
+constexpr I64 kMostPartialBytes = 16 << 20;
+
+I64 ceil_div(I64 a, I64 b) { return (a + b - 1) / b; }
+
+Address address(const std::optional<Tensor>& t) { return t.has_value() ? t->data_ptr() : nullptr; }
+
+I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->numel() > 1 ? 4 : 0; }
+
+// Pages [P, Hkv, page, 128] in boxes of 64 columns and all tokens of a page.
+TensorMap map_of_cache(const Tensor& cache) {
+  const I64 page = cache.size(2), token = cache.stride(2) * 2, head = cache.stride(1) * 2, next = cache.stride(0) * 2;
+  return launch::tensor_map(cache.data_ptr(), 2, {kHeadDim, page, cache.size(1), cache.size(0)}, {token, head, next},
+                            {64, static_cast<unsigned>(page), 1, 1});
+}
+
+// Queries [T, Hq, 128] in boxes of 64 columns, the heads of a KV head and the tokens of a tile.
+TensorMap map_of_queries(const Tensor& q, I64 group, I64 tile_tokens) {
+  const I64 head = q.stride(1) * 2, token = q.stride(0) * 2;
+  return launch::tensor_map(q.data_ptr(), 2, {kHeadDim, group, q.size(1) / group, q.size(0)},
+                            {head, head * group, token},
+                            {64, static_cast<unsigned>(group), 1, static_cast<unsigned>(tile_tokens)});
+}
+
+}  // namespace
+
+DensePlan dense_plan(I64 tokens, I64 requests, I64 q_heads, I64 kv_heads, I64 reach, int multiprocessors) {
+  const I64 group = q_heads / kv_heads;
+  // 64 rows cost half the multiplies: right where they hold a request's rows, as in decode, which waits for memory.
+  const int rows = tokens * group <= 64 * requests ? 64 : 128;
+  const I64 tiles = requests * ceil_div(ceil_div(tokens, requests), rows / group) * kv_heads;
+  const I64 partial = tokens * q_heads * (kHeadDim + 1) * 4;
+  const I64 most =
+      std::min({kMostDenseSplits, reach / kLeastKeysOfASplit, kMostPartialBytes / std::max<I64>(partial, 1)});
+  // A CTA fills a multiprocessor. Time in key blocks: waves times a CTA's share, with what its start and end cost.
+  const I64 blocks = ceil_div(reach, kKeys);
+  const auto time = [&](I64 n) { return ceil_div(tiles * n, multiprocessors) * (ceil_div(blocks, n) + kBlocksOfACta); };
+  int splits = 1;
+  for (int n = 2; n <= most; ++n)
+    if (time(n) < time(splits)) splits = n;
+  return {rows, splits};
+}
+
+void dense(const DenseArguments& a, I64 splits) {
+  const I64 tokens = a.q.size(0), q_heads = a.q.size(1), kv_heads = a.k_cache.size(1), requests = a.seqused_k.size(0);
+  if (tokens * q_heads == 0) return;
+  const I64 page = a.k_cache.size(2), reach = std::min<I64>(a.block_table.size(1) * page, INT32_MAX / kKeys * kKeys);
+  const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
+  const DensePlan plan = dense_plan(tokens, requests, q_heads, kv_heads, reach, launch::multiprocessors(device));
+  if (splits == 0) splits = plan.splits;
+  const I64 group = q_heads / kv_heads, tile_tokens = plan.rows / group;
+
+  // What the kernel writes: the results, or fp32 states to merge into them.
+  Tensor out = a.out;
+  std::optional<Tensor> lse = a.lse;
+  I64 out_split = 0, lse_split = 0;
+  if (splits > 1) {
+    const I64 states[] = {splits, tokens, q_heads, kHeadDim};
+    out = torch::stable::new_empty(a.q, {states, 4}, ScalarType::Float);
+    lse = torch::stable::new_empty(a.q, {states, 3}, ScalarType::Float);
+    out_split = out.stride(0) * 4, lse_split = lse->stride(0) * 4;
+  }
+  const int first = splits > 1 ? 1 : 0;  // dimension of tokens
+  const I64 out_size = splits > 1 ? 4 : 2;
+  DenseParams params{{map_of_queries(a.q, group, tile_tokens),
+                      map_of_cache(a.k_cache),
+                      map_of_cache(a.v_cache),
+                      a.block_table.data_ptr(),
+                      a.cu_seqlens_q.data_ptr(),
+                      a.seqused_k.data_ptr(),
+                      out.data_ptr(),
+                      address(lse),
+                      address(a.k_scale),
+                      address(a.v_scale),
+                      a.block_table.stride(0) * 4,
+                      out_split,
+                      out.stride(first) * out_size,
+                      out.stride(first + 1) * out_size,
+                      lse_split,
+                      lse.has_value() ? lse->stride(first) * 4 : I64{0},
+                      lse.has_value() ? lse->stride(first + 1) * 4 : I64{0},
+                      scale_stride(a.k_scale),
+                      scale_stride(a.v_scale),
+                      static_cast<I32>(tokens),
+                      static_cast<I32>(requests),
+                      static_cast<I32>(a.block_table.size(1)),
+                      static_cast<I32>(a.k_cache.size(0)),
+                      page == kKeys ? 0 : 1,
+                      static_cast<I32>(reach),
+                      static_cast<I32>(group),
+                      static_cast<I32>(tile_tokens),
+                      a.causal ? 1 : 0,
+                      static_cast<I32>(splits),
+                      static_cast<float>(a.softmax_scale)}};
+  // The most tiles that there can be: every request, and the rows past the last one, may end in a part of one.
+  const I64 tiles = (tokens + (requests + 1) * (tile_tokens - 1)) / tile_tokens;
+  const launch::Grid grid{static_cast<unsigned>(tiles), static_cast<unsigned>(kv_heads), static_cast<unsigned>(splits)};
+  if (a.q.scalar_type() == ScalarType::BFloat16) {
+    if (plan.rows == 64)
+      launch::run(cubins::dense_bf16_m64, grid, device, params);
+    else
+      launch::run(cubins::dense_bf16_m128, grid, device, params);
+  } else {
+    if (plan.rows == 64)
+      launch::run(cubins::dense_f16_m64, grid, device, params);
+    else
+      launch::run(cubins::dense_f16_m128, grid, device, params);
+  }
+  if (splits == 1) return;
+  const I64 rows[] = {tokens, q_heads};
+  const Tensor merged = a.lse.has_value() ? *a.lse : torch::stable::new_empty(a.q, {rows, 2}, ScalarType::Float);
+  combine(a.out, merged, out, *lse);
+}
+
+}  // namespace m3_sparse

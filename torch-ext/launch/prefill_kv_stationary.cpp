@@ -1,0 +1,352 @@
+#include "prefill_kv_stationary.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cubins.h"
+#include "launch.h"
+#include "tensor_map.h"
+
+namespace m3_sparse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+using I64 = std::int64_t;
+using I32 = std::int32_t;
+using Address = const void*;
+using Map = launch::TensorMap;
+
+using CountParams =
+    launch::Params<Address, Address, Address, Address, Address,  // ids, page table, offsets, lengths, formulation
+                   Address, Address,                             // counts, state
+                   I64, I64, I64, I64,                           // bytes: ids token, head, slot; page table row
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32,
+                   I32>;  // T, B, Hkv, K, M, P, log2 page, reach, blocks, causal
+using ScanParams = launch::Params<Address, Address, Address, Address, Address, Address,  // offsets, lengths,
+                                                                                         // formulation, counts, bins,
+                                                                                         // rows
+                                  I32, I32, I32, I32, I32, I32, I32>;  // T, B, Hkv, reach, blocks, log2 chunk, tile
+using ScatterParams =
+    launch::Params<Address, Address, Address, Address, Address,           // ids, page table, offsets, lengths, state
+                   Address, Address, Address, Address, Address, Address,  // counts, bins, rows, chunks, heads, entries
+                   I64, I64, I64, I64,                                    // as CountParams
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,      // as CountParams
+                   I32, I32, I32>;                                        // log2 chunk, log2 tile, most tiles
+using ForwardParams =
+    launch::Params<Map, Map, Map,                                // q, K, V
+                   Address, Address, Address, Address, Address,  // chunks, heads, entries, partials, sums
+                   Address, I64, I64, I64,                       // k_scale, its stride; L2 priorities of q, KV
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32,
+                   I32,  // chunk, log2 chunk, T, Hkv, group, K, log2 page, most tiles, early, 0
+                   float,
+                   // the combination of the chunk before: as CombineParams up to the first token, then its tokens
+                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32>;
+using CombineParams = launch::Params<Address, Address, Address, Address, Address,
+                                     Address,                  // partials, sums, state, out, lse, v_scale
+                                     I64, I64, I64, I64, I64,  // bytes: out token, head; lse token, head; v_scale head
+                                     I32, I32, I32, I32>;      // first token, Hkv, group, K
+
+static_assert(CountParams::match_all(cubins::invert_count));
+static_assert(ScanParams::match_all(cubins::invert_scan));
+static_assert(ScatterParams::match_all(cubins::invert_scatter));
+
+struct Program {
+  const Image* images;
+  std::size_t count;
+  template <std::size_t N>
+  Program(const Image (&program)[N]) : images(program), count(N) {}
+};
+
+#define M3_FORWARD(q, kv)                                                    \
+  static_assert(ForwardParams::match_all(cubins::prefill_##q##_##kv##_r16)); \
+  static_assert(ForwardParams::match_all(cubins::prefill_##q##_##kv##_r8));  \
+  Program forward_##q##_##kv(int rows) {                                     \
+    if (rows == 16) return cubins::prefill_##q##_##kv##_r16;                 \
+    return cubins::prefill_##q##_##kv##_r8;                                  \
+  }
+M3_FORWARD(bf16, bf16)
+M3_FORWARD(f16, f16)
+M3_FORWARD(bf16, e4m3)
+M3_FORWARD(f16, e4m3)
+M3_FORWARD(bf16, e5m2)
+M3_FORWARD(f16, e5m2)
+#undef M3_FORWARD
+
+#define M3_COMBINE(q)                                                         \
+  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r16)); \
+  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r8));  \
+  Program combine_##q(int rows) {                                             \
+    if (rows == 16) return cubins::prefill_combine_##q##_r16;                 \
+    return cubins::prefill_combine_##q##_r8;                                  \
+  }
+M3_COMBINE(bf16)
+M3_COMBINE(f16)
+#undef M3_COMBINE
+
+Program forward_program(ScalarType q, ScalarType kv, int rows) {
+  const bool bf16 = q == ScalarType::BFloat16;
+  switch (kv) {
+    case ScalarType::Float8_e4m3fn:
+      return bf16 ? forward_bf16_e4m3(rows) : forward_f16_e4m3(rows);
+    case ScalarType::Float8_e5m2:
+      return bf16 ? forward_bf16_e5m2(rows) : forward_f16_e5m2(rows);
+    default:
+      return bf16 ? forward_bf16_bf16(rows) : forward_f16_f16(rows);
+  }
+}
+
+template <class... Types>
+void run(Program program, launch::Grid grid, int device, launch::Params<Types...> params) {
+  constexpr launch::Options overlap{1, true};
+  launch::run(launch::pick(program.images, program.count, device), grid, device, params.pointers().data(), overlap);
+}
+
+constexpr int kUnitBits = 8;  // UNIT_BITS of invert.py
+constexpr int kMostChunkBits = 11;
+constexpr I64 kPlaces = 3;           // chunks whose partial results are kept: see sm90/prefill.py, Chunks
+constexpr I64 kMostFusedSlots = 16;  // SLOTS of shared/partials.py
+constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 20;
+constexpr I64 kEvictNormal = 0x1000000000000000;
+constexpr int kHeadBytes = 32;
+
+I64 ceil_div(I64 a, I64 b) { return (a + b - 1) / b; }
+
+I64 partial_bytes(I64 slots, int rows) { return slots * rows * 256; }
+I64 sums_bytes(I64 slots, int rows) { return slots * rows * 8; }
+
+struct Shape {
+  I64 tokens, heads, requests, width, table, page, pages, blocks, group, reach;
+  explicit Shape(const DecodeArguments& a)
+      : tokens(a.q.size(0)),
+        heads(a.k_cache.size(1)),
+        requests(a.seqused_k.size(0)),
+        width(a.block_indices.size(2)),
+        table(a.block_table.size(1)),
+        page(a.k_cache.size(2)),
+        pages(a.k_cache.size(0)),
+        blocks(ceil_div(table * page, 128)),
+        group(a.q.size(1) / heads),
+        reach(std::min<I64>(table * page, INT32_MAX)) {}
+};
+
+// The workspace in pieces of 256-byte multiples.
+struct Workspace {
+  I64 counts, state, bins, rows, chunks, heads, entries, partials[kPlaces], sums[kPlaces], bytes;
+  Workspace(const Shape& s, const KvStationaryPlan& p) {
+    I64 at = 0;
+    auto take = [&](I64 size) {
+      const I64 start = at;
+      at += (size + 255) / 256 * 256;
+      return start;
+    };
+    const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * s.heads * s.width;
+    counts = take(p.units * s.heads * s.blocks * 4);
+    state = take(s.tokens * s.heads * 8);
+    bins = take(p.segments * s.heads * s.blocks * 8);
+    rows = take(p.segments * s.heads * 4);
+    chunks = take((p.chunks + 1) * 4);
+    heads = take(p.most_tiles * kHeadBytes);
+    entries = take(p.most_tiles * (128 / p.rows) * 4);
+    for (I64 place = 0; place < std::min(p.chunks, kPlaces); ++place) {
+      partials[place] = take(partial_bytes(slots, p.rows));
+      sums[place] = take(sums_bytes(slots, p.rows));
+    }
+    bytes = at;
+  }
+};
+
+Address address(const std::optional<Tensor>& t) { return t.has_value() ? t->data_ptr() : nullptr; }
+I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->numel() > 1 ? 4 : 0; }
+I32 narrow(I64 n) { return static_cast<I32>(n); }
+
+Map cache_map(const Tensor& cache) {
+  const I64 size = cache.element_size(), page = cache.size(2);
+  return launch::tensor_map(cache.data_ptr(), static_cast<int>(size), {128, page, cache.size(1), cache.size(0)},
+                            {cache.stride(2) * size, cache.stride(1) * size, cache.stride(0) * size},
+                            {size == 1 ? 128u : 64u, static_cast<unsigned>(page), 1, 1});
+}
+
+void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p, const Workspace& w, char* base,
+            Address formulation, int device) {
+  const I64 token = a.block_indices.stride(0) * 4, head = a.block_indices.stride(1) * 4,
+            slot = a.block_indices.stride(2) * 4, row = a.block_table.stride(0) * 4;
+  const I32 page_bits = s.page == 128 ? 7 : 6, tile_bits = p.rows == 16 ? 3 : 4, causal = a.causal ? 1 : 0;
+  const launch::Grid units{static_cast<unsigned>(p.units), static_cast<unsigned>(s.heads)};
+  const launch::Grid segments{static_cast<unsigned>(p.segments), static_cast<unsigned>(s.heads)};
+  run(cubins::invert_count, units, device,
+      CountParams{{a.block_indices.data_ptr(),
+                   a.block_table.data_ptr(),
+                   a.cu_seqlens_q.data_ptr(),
+                   a.seqused_k.data_ptr(),
+                   formulation,
+                   base + w.counts,
+                   base + w.state,
+                   token,
+                   head,
+                   slot,
+                   row,
+                   narrow(s.tokens),
+                   narrow(s.requests),
+                   narrow(s.heads),
+                   narrow(s.width),
+                   narrow(s.table),
+                   narrow(s.pages),
+                   page_bits,
+                   narrow(s.reach),
+                   narrow(s.blocks),
+                   causal}});
+  run(cubins::invert_scan, segments, device,
+      ScanParams{{a.cu_seqlens_q.data_ptr(), a.seqused_k.data_ptr(), formulation, base + w.counts, base + w.bins,
+                  base + w.rows, narrow(s.tokens), narrow(s.requests), narrow(s.heads), narrow(s.reach),
+                  narrow(s.blocks), p.chunk_bits, tile_bits}});
+  run(cubins::invert_scatter, units, device,
+      ScatterParams{{a.block_indices.data_ptr(),
+                     a.block_table.data_ptr(),
+                     a.cu_seqlens_q.data_ptr(),
+                     a.seqused_k.data_ptr(),
+                     base + w.state,
+                     base + w.counts,
+                     base + w.bins,
+                     base + w.rows,
+                     base + w.chunks,
+                     base + w.heads,
+                     base + w.entries,
+                     token,
+                     head,
+                     slot,
+                     row,
+                     narrow(s.tokens),
+                     narrow(s.requests),
+                     narrow(s.heads),
+                     narrow(s.width),
+                     narrow(s.table),
+                     narrow(s.pages),
+                     page_bits,
+                     narrow(s.reach),
+                     narrow(s.blocks),
+                     causal,
+                     p.chunk_bits,
+                     tile_bits,
+                     narrow(p.most_tiles)}});
+}
+
+}  // namespace
+
+KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits) {
+  const Shape s(a);
+  KvStationaryPlan p{};
+  p.rows = s.group > 8 ? 16 : 8;
+  p.chunk_bits = chunk_bits;
+  if (chunk_bits == 0) {
+    p.chunk_bits = kMostChunkBits;
+    const I64 token_slots = s.heads * s.width;
+    while (p.chunk_bits > kUnitBits && partial_bytes(token_slots << p.chunk_bits, p.rows) > kMostPartialBytes)
+      --p.chunk_bits;
+  }
+  p.units = ceil_div(s.tokens, I64{1} << kUnitBits) + s.requests;
+  p.chunks = ceil_div(s.tokens, I64{1} << p.chunk_bits);
+  p.segments = p.chunks + s.requests;
+  // Every bin may leave one tile partly filled.
+  const I64 choices = s.tokens * s.heads * s.width;
+  p.most_tiles = choices / (128 / p.rows) + std::min(p.segments * s.heads * s.blocks, choices);
+  p.workspace_bytes = Workspace(s, p).bytes;
+  return p;
+}
+
+const char* kv_stationary_refuses(const DecodeArguments& a) {
+  const Shape s(a);
+  const I64 size = a.k_cache.element_size();
+  if (s.tokens >= 1 << 26) return "the KV-stationary prefill takes fewer than 2^26 tokens";
+  if (!launch::fits_tensor_map(a.q.size(1), a.q.stride(1) * 2) || !launch::fits_tensor_map(s.tokens, a.q.stride(0) * 2))
+    return "the KV-stationary prefill takes strides of q that a tensor map can hold";
+  for (const Tensor* cache : {&a.k_cache, &a.v_cache})
+    for (int i = 0; i < 3; ++i)
+      if (!launch::fits_tensor_map(cache->size(i), cache->stride(i) * size))
+        return "the KV-stationary prefill takes strides of the caches that a tensor map can hold";
+  const KvStationaryPlan p = plan_kv_stationary(a);
+  const I64 bins = p.segments * s.heads * s.blocks;
+  if (bins >= INT32_MAX || p.most_tiles >= INT32_MAX ||
+      p.units * s.heads * s.blocks * 4 + bins * 8 > kMostListBytes + s.tokens * s.heads * s.width * 16)
+    return "the KV-stationary prefill would need too large lists for this many sequences and this wide a page table";
+  return nullptr;
+}
+
+void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, int chunk_bits) {
+  const Shape s(a);
+  if (s.tokens * s.heads == 0) return;
+  const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
+  const KvStationaryPlan p = plan_kv_stationary(a, chunk_bits);
+  const Workspace w(s, p);
+  const I64 bytes[] = {w.bytes};
+  const Tensor workspace = torch::stable::new_empty(a.q, {bytes, 1}, ScalarType::Byte);
+  char* const base = static_cast<char*>(workspace.data_ptr());
+  invert(a, s, p, w, base, formulation, device);
+
+  const Map q_map = launch::tensor_map(a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
+                                       {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, static_cast<unsigned>(p.rows), 1});
+  const Map k_map = cache_map(a.k_cache), v_map = cache_map(a.v_cache);
+  const Program forward = forward_program(a.q.scalar_type(), a.k_cache.scalar_type(), p.rows);
+  const Program combine = a.q.scalar_type() == ScalarType::BFloat16 ? combine_bf16(p.rows) : combine_f16(p.rows);
+  const auto ctas = static_cast<unsigned>(launch::multiprocessors(device));
+  // Combines a chunk by itself; the forward of the next chunk has these arguments too.
+  auto combine_params = [&](I64 chunk) {
+    return CombineParams{{base + w.partials[chunk % kPlaces], base + w.sums[chunk % kPlaces], base + w.state,
+                          a.out.data_ptr(), address(a.lse), address(a.v_scale), a.out.stride(0) * 2,
+                          a.out.stride(1) * 2, a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
+                          a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
+                          narrow(chunk << p.chunk_bits), narrow(s.heads), narrow(s.group), narrow(s.width)}};
+  };
+  auto tokens_of = [&](I64 chunk) { return std::min(s.tokens - (chunk << p.chunk_bits), I64{1} << p.chunk_bits); };
+  const bool fused = s.width <= kMostFusedSlots;
+  for (I64 chunk = 0; chunk < p.chunks; ++chunk) {
+    const bool tail = fused && chunk > 0;
+    const auto [c_partials, c_sums, c_state, c_out, c_lse, c_scale, out_token, out_head, lse_token, lse_head,
+                scale_head, first, heads, group, width] = combine_params(tail ? chunk - 1 : 0).values;
+    run(forward, {ctas}, device,
+        ForwardParams{{q_map,
+                       k_map,
+                       v_map,
+                       base + w.chunks,
+                       base + w.heads,
+                       base + w.entries,
+                       base + w.partials[chunk % kPlaces],
+                       base + w.sums[chunk % kPlaces],
+                       address(a.k_scale),
+                       scale_stride(a.k_scale),
+                       kEvictNormal,
+                       kEvictNormal,
+                       narrow(chunk),
+                       p.chunk_bits,
+                       narrow(s.tokens),
+                       heads,
+                       group,
+                       width,
+                       s.page == 128 ? 7 : 6,
+                       narrow(p.most_tiles),
+                       chunk > 0 ? 1 : 0,
+                       0,
+                       static_cast<float>(a.softmax_scale),
+                       c_partials,
+                       c_sums,
+                       c_state,
+                       c_out,
+                       c_lse,
+                       c_scale,
+                       out_token,
+                       out_head,
+                       lse_token,
+                       lse_head,
+                       scale_head,
+                       first,
+                       tail ? narrow(tokens_of(chunk - 1)) : 0}});
+    if (!fused || chunk + 1 == p.chunks)
+      run(combine, {static_cast<unsigned>(tokens_of(chunk)), static_cast<unsigned>(s.heads)}, device,
+          combine_params(chunk));
+  }
+}
+
+}  // namespace m3_sparse
