@@ -13,7 +13,7 @@ from pathlib import Path
 FORMATS = {"i64": "q", "i32": "i", "f32": "f", "pointer": "Q"}
 TENSOR_MAP = "<5Q14I"  # recording_driver.c
 Callback = ctypes.CFUNCTYPE(
-    ctypes.c_int,
+    ctypes.c_int,  # CUresult of the launch
     ctypes.c_char_p,
     ctypes.POINTER(ctypes.c_uint),
     ctypes.POINTER(ctypes.c_uint),
