@@ -13,9 +13,7 @@
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
-#include "launch/decode_select.h"
 #include "launch/dense.h"
-#include "launch/launch.h"
 #include "launch/prefill.h"
 #include "launch/prefill_kv_stationary.h"
 #include "launch/prefill_score.h"
@@ -295,19 +293,11 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
   }
   if (chosen == Selection::stored) {
     m3_sparse::prefill_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
-    return m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, true);
+    return m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, 100);
   }
-  if (!wanted) {
-    const int device = index_q.is_cpu() ? -1 : static_cast<int>(index_q.get_device_index());
-    const unsigned cluster = m3_sparse::plan_cluster(index_q.size(0), seqused_k.size(0), index_q.size(1),
-                                                     scores->size(2), m3_sparse::launch::multiprocessors(device));
-    if (cluster != 0)
-      return m3_sparse::decode_select(out, *scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k,
-                                      local_blocks, init_blocks, cluster);
-  }
-  const bool scored =
+  const int carveout =
       m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
-  m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, scored);
+  m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, carveout);
 }
 
 void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
