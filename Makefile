@@ -1,7 +1,7 @@
 # Needs only Python 3.10 or newer and access to PyPI; both targets set themselves up in .venv.
 PYTHON ?= python3
 
-.PHONY: demo test build clean
+.PHONY: demo test build sanitize clean
 
 # The main job on the CPU: publish to a local Hub, fetch, generate, and run a prompt that the stock path can't hold.
 demo:
@@ -18,6 +18,11 @@ test:
 build:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/build.py all
+
+# compute-sanitizer's four tools over every kernel of the decode step, on a GPU; their reports go to build/sanitizer.log.
+sanitize:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tests/gpu/sanitizer_sweep.py --variant "$$(.venv/bin/python tools/build.py cuda)" --log build/sanitizer.log
 
 clean:
 	rm -rf build .venv

@@ -1,7 +1,7 @@
 """Sparse decode attention on one GPU: time a call over batch, heads, dtype and draft tokens, cold and warm.
 
-    python benchmarks/benchmark_decode.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--quick] [--json FILE]
-        [--cases decode_cases.json] [--seconds 400]
+    python benchmarks/benchmark_decode.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--quick]
+        [--results FILE] [--cases decode_cases.json] [--seconds 400] [--peers NAME ...]
 
 Protocol: a case is a CUDA graph of calls on inputs that rotate past twice the L2 ("cold"), or of 20 calls on one input
 ("warm"); the figure is the median over replays of (graph time / calls). Every case times the public function's own
@@ -10,16 +10,24 @@ call are checked against float64. Bytes: K and V of every distinct (request, blo
 and outputs. The copy bandwidth (read + written) is measured in the same run; `limit` is bytes over it. Selections:
 "random" is uniform plus the local block; "correlated" keeps each block of the token before with probability 0.87,
 else draws a new one (the number of distinct blocks of a request is printed). The last table is the sweep over splits:
-it sets the thresholds of torch-ext/launch/decode.cpp.
+it sets the thresholds of torch-ext/launch/decode.cpp. Peers (peers.py) run on the same problems, and their answers are
+compared with the checked one. `--cases` adds one row a dtype and selection without batch and kv_len: the weighted means
+over the cases that have a weight.
 """
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
-import protocol
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import definitions  # noqa: E402
+import peers  # noqa: E402
+import protocol  # noqa: E402
 
 DIM, BLOCK, TOPK = 128, 128, 16
 ROTATE_BYTES = 130 << 20
@@ -55,6 +63,13 @@ class Pool:
                 part.copy_(seed[: part.numel()])
         self.order = torch.randperm(self.pages, device="cuda").to(torch.int32)
         self.taken = 0
+        self._packed = None
+
+    def packed(self):
+        """The same numbers as the peers take them, [pages, heads, page, 256]; made once."""
+        if self._packed is None:
+            self._packed = peers.packed(self.k, self.v)
+        return self._packed
 
     def table(self, rows, width):
         count = rows * width
@@ -144,6 +159,10 @@ class Problem:
 
         return launch
 
+    def for_peers(self):
+        q_len = self.q.shape[0] // self.used.numel()
+        return peers.paged(self.q, self.pool.packed(), None, self.ids, self.table, self.cu, self.used, q_len)
+
     def check(self, row):
         """One row against float64; raises if it is off."""
         pool, q_len = self.pool, self.q.shape[0] // self.used.numel()
@@ -169,8 +188,18 @@ class Problem:
 # ---- measurement
 
 
-def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, splits, plain=False):
-    """One row of the results: cold and warm of the public function, cold of each number of splits."""
+def measure_peer(peer, problems, want):
+    """(cold, warm) of one peer on our problems, the first answer compared."""
+    inputs = [p.for_peers() for p in problems]
+    calls = [peer.prepare(x) for x in inputs]
+    calls[0]()
+    torch.cuda.synchronize()
+    peers.check_attention(peer.name, inputs[0].out, want)
+    return graph_time(calls), graph_time(calls[:1] * 20)
+
+
+def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, splits, plain=False, chosen=()):
+    """One row of the results: cold and warm of the public function, cold of each number of splits, the peers."""
     first = Problem(pool, kv_lens, q_len, kind, 0)
     # Distinct problems until they exceed what L2 could keep; a large call rotates by itself.
     count = max(2, min(48, -(-ROTATE_BYTES // first.bytes)))
@@ -204,50 +233,20 @@ def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, sp
         "splits": times,
         "distinct": first.distinct / (len(kv_lens) * pool.kv_heads),
     }
+    # Peers take whole selections, pages of 128 tokens and one q_len.
+    if pool.page == 128 and min(kv_lens) - q_len + 1 > BLOCK * (TOPK - 1):
+        found = peers.attention(pool.k.dtype)
+        row["peers"] = dict(peers.each(found, chosen, lambda peer: measure_peer(peer, problems, reference[0])))
     if plain:  # without programmatic dependent launch
         row["no_overlap"] = {s: graph_time([p.call(operator, s, False) for p in problems]) for s in splits}
     return row
 
 
+ONE = [(batch, 1, "random") for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+DRAFTS = [(16, 4, "random"), (16, 4, "correlated"), (16, 8, "correlated")]
 GRID = [  # (dtype, heads, [(batch, q_len, selection)])
-    (
-        "bf16",
-        (64, 4),
-        [
-            (1, 1, "random"),
-            (2, 1, "random"),
-            (4, 1, "random"),
-            (8, 1, "random"),
-            (16, 1, "random"),
-            (32, 1, "random"),
-            (64, 1, "random"),
-            (128, 1, "random"),
-            (256, 1, "random"),
-            (16, 4, "random"),
-            (16, 4, "correlated"),
-            (16, 8, "correlated"),
-        ],
-    ),
-    (
-        "fp8",
-        (64, 4),
-        [
-            (1, 1, "random"),
-            (2, 1, "random"),
-            (4, 1, "random"),
-            (8, 1, "random"),
-            (16, 1, "random"),
-            (32, 1, "random"),
-            (64, 1, "random"),
-            (128, 1, "random"),
-            (256, 1, "random"),
-            (16, 4, "random"),
-            (16, 4, "correlated"),
-            (16, 8, "correlated"),
-            (64, 4, "random"),
-            (64, 4, "correlated"),
-        ],
-    ),
+    ("bf16", (64, 4), ONE + DRAFTS),
+    ("fp8", (64, 4), ONE + DRAFTS + [(64, 4, "random"), (64, 4, "correlated")]),
     ("fp8", (16, 1), [(1, 1, "random"), (16, 1, "random"), (64, 1, "random"), (256, 1, "random")]),
     ("bf16", (16, 1), [(1, 1, "random"), (64, 1, "random")]),
     ("fp8_e5m2", (64, 4), [(64, 1, "random")]),
@@ -256,12 +255,14 @@ QUICK = {(1, 1), (16, 1), (64, 1), (256, 1), (16, 4)}
 
 
 def record(rows, path, bandwidth):
-    """Merge into the results file by key."""
+    """Merge into the results file by key: ours and the peers'."""
     entries = []
     for row in rows:
         key = {name: row[name] for name in ("dtype", "heads", "batch", "q_len", "kv_len", "selection", "page")}
-        times = (row["cold"], row["warm"], row["bytes"], row["flops"])
-        entries.append(protocol.row(bandwidth / 1000, *times, op="decode", impl="ours", **key))
+        times = {"ours": (row["cold"], row["warm"]), **row.get("peers", {})}
+        for impl, (cold, warm) in times.items():
+            figures = (cold, warm, row["bytes"], row["flops"])
+            entries.append(protocol.row(bandwidth / 1000, *figures, op="decode", impl=impl, **key))
     protocol.merge_rows(path, entries)
 
 
@@ -273,6 +274,10 @@ def show(rows, bandwidth):
             f"{r['case']} | {r['cold']:.2f} | {rate / 1000:.0f} | {100 * rate / bandwidth:.0f} | {r['warm']:.2f} | "
             f"{r['limit']:.2f} | {r['distinct']:.1f}"
         )
+    print("\npeers, us cold (warm)")
+    for r in rows:
+        cells = [f"{name} {cold:.2f} ({warm:.2f})" for name, (cold, warm) in r.get("peers", {}).items()]
+        print(f"{r['case']} | ours {r['cold']:.2f} ({r['warm']:.2f}) | " + " | ".join(cells))
     print("\nsweep, cold us: splits: with overlap (without)")
     for r in rows:
         best = min(r["splits"], key=r["splits"].get)
@@ -281,12 +286,43 @@ def show(rows, bandwidth):
         print(f"{r['case']} | {'  '.join(cells)} | best {best}, chosen {r['cold']:.2f}")
 
 
+class SparseAttention(protocol.Benchmark):
+    """A decode step of 16 requests at 4,096 tokens: 64 query heads on 4 KV heads, 16 blocks of 128 each."""
+
+    seed = 0
+    batch, length, heads, kv_heads = 16, 4096, 64, 4
+
+    def make(self, dtype) -> None:
+        self.q = torch.randn(self.batch, self.heads, DIM, device=self.device).bfloat16()
+        self.k, self.v, _, self.table = definitions.paged(self.batch, self.length, self.kv_heads, dtype, self.device)
+        scores = torch.rand(self.batch, self.kv_heads, self.length // BLOCK, device=self.device)
+        self.blocks = scores.topk(TOPK).indices.int()
+        self.lengths = definitions.lengths(self.batch, self.length, self.device)
+
+    def setup_bf16(self) -> None:
+        self.make(torch.bfloat16)
+
+    def setup_fp8(self) -> None:
+        self.make(torch.float8_e4m3fn)
+
+    def benchmark_bf16(self) -> None:
+        self.out = self.kernel.sparse_attention(self.q, self.k, self.v, self.blocks, self.table, **self.lengths)
+
+    benchmark_fp8 = benchmark_bf16
+
+    def verify_bf16(self) -> torch.Tensor:
+        return definitions.attention(self.q, self.k, self.v, self.table, self.blocks)
+
+    verify_fp8 = verify_bf16
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", required=True)
-    parser.add_argument("--json", type=Path, help="results file to merge into")
+    parser.add_argument("--results", "--json", type=Path, help="results file to merge into")
     parser.add_argument("--cases", type=Path, help="weighted cases (decode_cases.json)")
     parser.add_argument("--quick", action="store_true")
+    peers.add_option(parser)
     parser.add_argument("--seconds", type=float, default=400, help="start no new case after this time")
     options = parser.parse_args()
     m3_sparse = protocol.load(options.variant)
@@ -297,6 +333,7 @@ def main():
     bandwidth = 1000 * protocol.copy_bandwidth()  # bytes a microsecond
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, copy {bandwidth / 1000:.0f} GB/s", flush=True)
+    print(f"peers: {', '.join(peers.importable()) or 'none importable'}", flush=True)
     rows, late = [], lambda: time.time() - STARTED > options.seconds
     for dtype, heads, shapes in GRID:
         pool = Pool(dtype, heads, 18 if heads[1] == 4 and dtype == "bf16" else 9 if heads[1] == 4 else 4)
@@ -305,36 +342,47 @@ def main():
                 continue
             name = f"{dtype} {heads[0]}/{heads[1]} B{batch} q{q_len} kv32768 {kind}"
             plain = q_len == 1 and batch in (1, 16, 64)
-            rows.append(
-                measure(m3_sparse, operator, pool, name, [32768] * batch, q_len, kind, bandwidth, SPLITS, plain)
-            )
+            case = (pool, name, [32768] * batch, q_len, kind, bandwidth, SPLITS, plain, options.peers)
+            rows.append(measure(m3_sparse, operator, *case))
             print(f"[{time.time() - STARTED:.0f} s] {name}: {rows[-1]['cold']:.2f} us", flush=True)
         del pool
         torch.cuda.empty_cache()
     show(rows, bandwidth)
-    if options.json:
-        record(rows, options.json, bandwidth)
+    if options.results:
+        record(rows, options.results, bandwidth)
     if options.cases:
-        weighted(m3_sparse, operator, options.cases, bandwidth, late)
+        means = weighted(m3_sparse, operator, options.cases, bandwidth, late)
+        if options.results:
+            record(means, options.results, bandwidth)
 
 
 def weighted(m3_sparse, operator, path, bandwidth, late):
-    """The weighted decode cases (8 draft tokens a request), one figure a dtype and selection: sum of weight x us."""
+    """The weighted decode cases (8 draft tokens a request): a row a dtype and selection, means by weight."""
+    means = []
+    cases = json.loads(path.read_text())["cases"]
     for dtype in ("bf16", "fp8"):
         pool = Pool(dtype, (64, 4), 12)
         for kind in ("random", "correlated"):
-            total = weight = 0.0
-            for case in json.loads(path.read_text())["cases"]:
+            done = []
+            for case in cases:
                 if late():
                     break
                 name = f"{dtype} {kind} {case['kind']} B{case['B']} S{case['S']}"
                 row = measure(m3_sparse, operator, pool, name, case["seq_lens"], case["q_len"], kind, bandwidth, (1, 4))
                 print(f"{name}: {row['cold']:.2f} us, limit {row['limit']:.2f}, weight {case['weight']}", flush=True)
-                if case["weight"]:
-                    total, weight = total + case["weight"] * row["cold"], weight + case["weight"]
-            print(f"weighted mean {dtype} {kind}: {total / max(weight, 1):.2f} us over weight {weight:.0f}", flush=True)
+                done.append((case["weight"] or 0, row))
+            total = sum(weight for weight, _ in done)
+            if len(done) < len(cases):
+                print(f"{dtype} {kind}: out of time after {len(done)} of {len(cases)} cases, no mean", flush=True)
+                continue
+            keys = ("cold", "warm", "bytes", "flops", "limit")
+            mean = {key: sum(weight * row[key] for weight, row in done) / total for key in keys}
+            mean.update(bytes=round(mean["bytes"]), flops=round(mean["flops"]), batch=None, kv_len=None)
+            means.append({**done[0][1], **mean})
+            print(f"weighted mean {dtype} {kind}: {mean['cold']:.2f} us over weight {total:.0f}", flush=True)
         del pool
         torch.cuda.empty_cache()
+    return means
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
 """select_blocks (score + top-k) on one GPU: time a call and its share of the copy bandwidth.
 
     python benchmarks/benchmark_select.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
-    [--quick]
+        [--quick] [--peers NAME ...]
 
 Decode and verify steps of uniform batches, pages of 128 tokens at random places of a pool that no two requests share,
 top-k 16. "fp8": bf16 queries and e4m3 index keys. Bytes: every index key read once. FLOPs: 2 x 128 per (token, head,
 key). Rows "select" time select_blocks, rows "score" block_scores alone. Protocol: protocol.py. Every shape's answer is
-checked first: scores of some rows against float32 torch, the selection exactly against the scores.
+checked first: scores of some rows against float32 torch, the selection exactly against the scores. Peers (peers.py) run
+on the same inputs, score and top-k together; theirs is compared with ours.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-import protocol
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import definitions  # noqa: E402
+import peers  # noqa: E402
+import protocol  # noqa: E402
 
 PAGE = 128
 # batch, kv_len, q_len, heads
@@ -78,33 +85,86 @@ def check(m3_sparse, inputs, lengths):
             raise SystemExit("block_scores: wrong scores")
 
 
+def measure_peer(m3_sparse, peer, sets, lengths):
+    """(cold, warm) of one peer's score and top-k on our inputs, the first answer compared."""
+    used = lengths["seqused_k"]
+    q_len = sets[0][0].shape[0] // used.numel()
+    prepared = [peer.prepare(*inputs, used, q_len) for inputs in sets]
+    (call, query), (_, keys, table) = prepared[0], sets[0]
+    got = call()
+    ours = m3_sparse.block_scores if got.is_floating_point() else m3_sparse.select_blocks
+    peers.check_selection(peer.name, got, ours(query, keys, table, **lengths))
+    return protocol.cold_and_warm(lambda call: call(), [(call,) for call, _ in prepared])
+
+
+def measure(m3_sparse, dtype, batch, kv_len, q_len, heads, bandwidth, chosen):
+    """The rows of one case: select_blocks and block_scores, then the peers' score and top-k."""
+    sets, lengths, size = make_sets(batch, kv_len, q_len, heads, dtype)
+    key = {"dtype": dtype, "heads": str(heads), "batch": batch, "q_len": q_len, "kv_len": kv_len, "page": PAGE}
+    row = lambda op, impl, times: protocol.row(
+        bandwidth, *times, size, 256 * batch * q_len * heads * kv_len, op=op, impl=impl, **key
+    )
+    rows = []
+    with m3_sparse.backend("aot"):
+        check(m3_sparse, sets[0], lengths)
+        for op, function in (("select", m3_sparse.select_blocks), ("score", m3_sparse.block_scores)):
+            call = lambda q, k, t, function=function: function(q, k, t, **lengths)
+            rows.append(row(op, "ours", protocol.cold_and_warm(call, sets)))
+        found = peers.selection(sets[0][1].dtype)
+        timed = peers.each(found, chosen, lambda peer: measure_peer(m3_sparse, peer, sets, lengths))
+        rows += [row("select", name, times) for name, times in timed]
+    return rows
+
+
+class SelectBlocks(protocol.Benchmark):
+    """16 of 64 blocks for 16 requests at 8,192 tokens and 4 index heads."""
+
+    seed = 0
+    batch, length, heads = 16, 8192, 4
+
+    def make(self, dtype) -> None:
+        *_, self.keys, self.table = definitions.paged(self.batch, self.length, self.heads, dtype, self.device)
+        self.q = torch.randn(self.batch, self.heads, 128, device=self.device).bfloat16()
+        self.lengths = definitions.lengths(self.batch, self.length, self.device)
+
+    def setup_bf16(self) -> None:
+        self.make(torch.bfloat16)
+
+    def setup_fp8(self) -> None:
+        self.make(torch.float8_e4m3fn)
+
+    def benchmark_bf16(self) -> None:
+        self.out = self.kernel.select_blocks(self.q, self.keys, self.table, **self.lengths)
+
+    benchmark_fp8 = benchmark_bf16
+
+    def verify_bf16(self) -> torch.Tensor:
+        return definitions.selection(self.q, self.keys, self.table, 16)
+
+    verify_fp8 = verify_bf16
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", required=True)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--quick", action="store_true", help="the three shapes of the targets")
+    peers.add_option(parser)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     m3_sparse = protocol.load(options.variant)
     torch.manual_seed(0)
     bandwidth = protocol.copy_bandwidth()
     rows = []
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
+    print(f"peers: {', '.join(peers.importable()) or 'none importable'}", flush=True)
     for dtype in ("bf16", "fp8"):
-        for batch, kv_len, q_len, heads in QUICK if options.quick else CASES:
-            sets, lengths, size = make_sets(batch, kv_len, q_len, heads, dtype)
-            flops = 256 * batch * q_len * heads * kv_len
-            key = {"dtype": dtype, "heads": str(heads), "batch": batch, "q_len": q_len, "kv_len": kv_len, "page": PAGE}
-            with m3_sparse.backend("aot"):
-                check(m3_sparse, sets[0], lengths)
-                for op, function in (("select", m3_sparse.select_blocks), ("score", m3_sparse.block_scores)):
-                    cold, warm = protocol.cold_and_warm(lambda q, k, t: function(q, k, t, **lengths), sets)
-                    rows.append(protocol.row(bandwidth, cold, warm, size, flops, op=op, impl="ours", **key))
-            del sets
+        for case in QUICK if options.quick else CASES:
+            rows += measure(m3_sparse, dtype, *case, bandwidth, options.peers)
             torch.cuda.empty_cache()
     if options.results:
         protocol.merge_rows(options.results, [r for r in rows if r["op"] == "select"])
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
-    protocol.print_table(rows, ("op", "dtype", "heads", "batch", "q_len", "kv_len"), bandwidth)
+    protocol.print_table(rows, ("op", "impl", "dtype", "heads", "batch", "q_len", "kv_len"), bandwidth)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ first.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-import protocol
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import protocol  # noqa: E402
 
 TOKENS = (1, 16, 64, 256, 1024, 8192)
 HEADS = (4, 1)
@@ -49,6 +53,39 @@ def check(call, inputs, backend):
         call(*inputs)
     if not all(torch.equal(x, y) for x, y in zip(read(), want)):
         raise SystemExit("store_kv: the kernel and the torch backend differ")
+
+
+class StoreKv(protocol.Benchmark):
+    """K, V and index key of 256 tokens and 4 heads to slots all over 32 pages; the K cache's bytes are compared."""
+
+    seed = 0
+    tokens, pages, heads = 256, 32, 4
+
+    def make(self, dtype) -> None:
+        shapes = [(self.heads, 128), (self.heads, 128), (128,)]
+        self.rows = [torch.randn(self.tokens, *shape, device=self.device).bfloat16() for shape in shapes]
+        self.slots = torch.randperm(self.pages * PAGE, device=self.device)[: self.tokens]
+        shapes = [(self.heads, PAGE, 128), (self.heads, PAGE, 128), (PAGE, 128)]
+        self.caches = [torch.zeros(self.pages, *shape, device=self.device).to(dtype) for shape in shapes]
+        self.out = self.caches[0].view(torch.uint8)
+
+    def setup_bf16(self) -> None:
+        self.make(torch.bfloat16)
+
+    def setup_fp8(self) -> None:
+        self.make(torch.float8_e4m3fn)
+
+    def benchmark_bf16(self) -> None:
+        self.kernel.store_kv(*self.rows, *self.caches, self.slots)
+
+    benchmark_fp8 = benchmark_bf16
+
+    def verify_bf16(self) -> torch.Tensor:
+        want = torch.zeros(self.caches[0].shape, device=self.device)
+        want[self.slots // PAGE, :, self.slots % PAGE] = self.rows[0].float()
+        return want.to(self.caches[0].dtype).view(torch.uint8)
+
+    verify_fp8 = verify_bf16
 
 
 def main():

@@ -14,6 +14,11 @@ from pathlib import Path
 
 import torch
 
+try:
+    from kernels.benchmark import Benchmark
+except ImportError:  # a script run by itself does without the kernels package
+    Benchmark = object
+
 COLD_BYTES = 120 << 20  # twice the L2 of an H200 and more
 MOST_SETS = 512
 REPLAYS = 25
@@ -68,7 +73,7 @@ def cold_and_warm(call, input_sets):
 
 
 def copy_bandwidth():
-    """GB/s of a 4 GiB device-to-device copy, read and written bytes counted. Not in a graph, where copies are slower."""
+    """GB/s of a 4 GiB device-to-device copy, bytes read and written; not in a graph, where copies are slower."""
     source = torch.empty(1 << 30, device="cuda").normal_()
     target = torch.empty_like(source)
     times = []
@@ -88,7 +93,7 @@ def row(bandwidth, cold, warm, size, flops, **key):
         **{name: key.get(name) for name in KEY},
         "ms_cold": round(cold / 1000, 5),
         "ms_warm": round(warm / 1000, 5),
-        "limit_ms": round(size / bandwidth / 1e6, 5),
+        "limit_ms": round(size / bandwidth / 1e6, 7),
         "bytes": size,
         "flops": flops,
         "commit": variant_commit(),

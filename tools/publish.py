@@ -71,8 +71,9 @@ def repository_files(project: Project, folder: Path, variants: list[Path]) -> di
         for path in variant.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 files[f"build/{path.relative_to(folder).as_posix()}"] = path
-    # `kernels benchmark` runs every benchmarks/benchmark*.py of a repository and expects its own class in each.
-    files["benchmarks/benchmark.py"] = project.root / "benchmarks" / "benchmark.py"
+    # `kernels benchmark` runs every benchmarks/benchmark*.py of a repository; they import the other files beside them.
+    for path in sorted((project.root / "benchmarks").glob("*.py")):
+        files[f"benchmarks/{path.name}"] = path
     return files
 
 
@@ -85,7 +86,7 @@ def publish(project: Project, folder: Path, repo_id: Optional[str] = None, api: 
     api.create_branch(repo_id, repo_type="kernel", branch=project.branch, exist_ok=True)
 
     # A variant is replaced as a whole (an extra file fails the digest check); other machines' variants stay.
-    replaced = tuple(f"build/{variant.name}/" for variant in variants) + ("benchmarks/benchmark",)
+    replaced = tuple(f"build/{variant.name}/" for variant in variants) + ("benchmarks/",)
     existing = api.list_repo_files(repo_id, repo_type="kernel", revision=project.branch)
     stale = [path for path in existing if path.startswith(replaced) and path not in files]
     operations = [CommitOperationAdd(name, str(path)) for name, path in sorted(files.items())]

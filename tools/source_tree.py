@@ -20,7 +20,7 @@ from project import GENERATED, Project, load_project  # noqa: E402
 
 # Where the exporter's C++ files lie in the tree; build.toml lists them under this folder.
 GENERATED_FOLDER = "generated"
-TOP_FILES = ("build.toml", "flake.nix", "flake.lock", "CARD.md", "LICENSE", "NOTICE", "benchmarks/benchmark.py")
+TOP_FILES = ("build.toml", "flake.nix", "flake.lock", "CARD.md", "LICENSE", "NOTICE")
 
 
 def export_kernels(project: Project, out: Path) -> Path:
@@ -39,6 +39,8 @@ def export_kernels(project: Project, out: Path) -> Path:
 def write_source_tree(project: Project, generated: Path, tree: Path) -> Path:
     """Make `tree` hold exactly the sources; files that didn't change keep their time, so nothing is recompiled."""
     wanted = {Path(name): project.root / name for name in TOP_FILES}
+    for path in (project.root / "benchmarks").glob("*.py"):
+        wanted[path.relative_to(project.root)] = path
     for path in (project.root / "torch-ext").rglob("*"):
         if path.suffix in (".py", ".cpp", ".h") and path.name not in GENERATED:
             wanted[path.relative_to(project.root)] = path

@@ -189,18 +189,19 @@ def test_hostile_draws_against_the_oracle(q, kv, seed):
     check_all_splits(*gpu, want, causal, f"{layout} {heads}")
 
 
-@pytest.mark.parametrize("kv", [BF16, E4M3])
+@pytest.mark.parametrize("kv", [BF16, E4M3, E5M2])
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 2047, 2048, 2049, 65537, 1048576])
 def test_lengths(kv, length):
     args, options = big_problem([1, 2], [length, max(length - 1, 0)], kv=kv, seed=length)
     check_all_splits(args, options, exact(args, options), what=str(length))
 
 
+@pytest.mark.parametrize("kv, heads", [(E4M3, (16, 1)), (BF16, (32, 2)), (E5M2, (8, 1))])
 @pytest.mark.parametrize("batch", [1, 3, 17, 128, 1025])
-def test_batches(batch):
+def test_batches(batch, kv, heads):
     generator = torch.Generator().manual_seed(batch)
     kv_lens = torch.randint(1, 6000, (batch,), generator=generator).tolist()
-    args, options = big_problem([1] * batch, kv_lens, heads=(16, 1), kv=E4M3, seed=batch)
+    args, options = big_problem([1] * batch, kv_lens, heads=heads, kv=kv, seed=batch)
     check_all_splits(args, options, exact(args, options), what=str(batch))
 
 
@@ -217,17 +218,18 @@ def test_head_counts(heads):
     check_all_splits(args, options, exact(args, options), what=str(heads))
 
 
-def test_large_page_numbers():
-    """Byte offsets beyond 2^32 in both caches: page ids up to 90,000 of 128 KiB."""
-    pages = 90_000
-    (q, _, _, ids, table), options = big_problem([1, 1], [4096, 4000], heads=(64, 4), kv=E4M3, pages=4)
+@pytest.mark.parametrize("kv, pages", [(E4M3, 90_000), (BF16, 35_000)])
+def test_large_page_numbers(kv, pages):
+    """Elements beyond 2^31 and bytes beyond 2^32 in both caches: pages of 64 Ki elements."""
+    (q, _, _, ids, table), options = big_problem([1, 1], [4096, 4000], heads=(64, 4), kv=kv, pages=4)
     need = torch.randperm(pages, device=DEVICE)[: table.numel()].to(torch.int32)
-    need[:3] = torch.tensor([pages - 1, 32768, 65536], dtype=torch.int32, device=DEVICE)
+    need[:3] = torch.tensor([pages - 1, 32768, pages - 20_000], dtype=torch.int32, device=DEVICE)
     table = need.view(table.shape)
-    raw = torch.empty(2, pages, 4, 128, 128, dtype=torch.uint8, device=DEVICE)
-    raw[:, need.long()] = torch.randint(0, 0x70, (2, need.numel(), 4, 128, 128), dtype=torch.uint8, device=DEVICE)
-    args = (q, raw[0].view(E4M3), raw[1].view(E4M3), ids, table)
-    options["k_scale"] = torch.tensor([0.01], device=DEVICE)
+    bits = torch.uint8 if kv.itemsize == 1 else torch.int16
+    raw = torch.empty(2, pages, 4, 128, 128, dtype=bits, device=DEVICE)
+    for cache in raw:
+        cache[need.long()] = torch.randn(need.numel(), 4, 128, 128, device=DEVICE).to(kv).view(bits)
+    args = (q, raw[0].view(kv), raw[1].view(kv), ids, table)
     check_all_splits(args, options, exact(args, options))
 
 
@@ -263,6 +265,36 @@ def test_unseen_bytes_change_nothing():
             results.append(run(*gpu))
         for result in results[1:]:
             assert_same(result, results[0], f"{kv} {layout}")
+
+
+@pytest.mark.parametrize("kv", [BF16, FP16, E4M3, E5M2])
+@pytest.mark.parametrize("page", [64, 128])
+def test_pages_that_are_not_selected_change_nothing(kv, page):
+    """NaN in every block that no row selects, in the tails of the last ones, and garbage in the table behind them."""
+    q = FP16 if kv == FP16 else BF16
+    # Two blocks of the second request, all of the third, none of the last are selected.
+    args, options = big_problem([1, 2, 1, 1], [6100, 5001, 700, 0], heads=(16, 2), kv=kv, q=q, page=page, seed=13)
+    query, k_cache, v_cache, ids, table = args
+    table.copy_(torch.randperm(k_cache.shape[0])[: table.numel()].view(table.shape))  # no page twice
+    ids[1:3, :, 2:] = -1
+    clean = {splits: run(args, options, splits) for splits in SPLITS}
+    keep = torch.zeros(k_cache.shape[:3], dtype=torch.bool, device=DEVICE)
+    for t, (b, end) in enumerate(((0, 6100), (1, 5000), (1, 5001), (2, 700))):
+        for h in range(2):
+            block = ids[t, h][ids[t, h] >= 0].long()
+            seen = (block[:, None] * 128 + torch.arange(128, device=DEVICE)).flatten()
+            seen = seen[seen < end]
+            keep[table[b, seen // page].long(), h, seen % page] = True
+    for cache in (k_cache, v_cache):
+        raw = cache.view(torch.uint8 if cache.itemsize == 1 else torch.int16)
+        raw[~keep] = 0x7F if cache.itemsize == 1 else 0x7FFF
+    reached = (
+        torch.tensor([6100, 5001, 700, 0], device=DEVICE)[:, None] > torch.arange(table.shape[1], device=DEVICE) * page
+    )
+    table.copy_(torch.where(reached, table, 2**30))
+    for splits in SPLITS:
+        assert_same(run(args, options, splits), clean[splits], f"splits {splits}")
+        assert bool(clean[splits][1][:4].isfinite().all()) and not clean[splits][0][4].any()
 
 
 @pytest.mark.parametrize("kv", [BF16, FP16, E4M3, E5M2])
@@ -309,6 +341,30 @@ def test_a_row_alone_equals_the_row_in_a_batch(kv):
         alone = {"cu_seqlens_q": offsets, "seqused_k": used[b : b + 1]}
         part = (q[rows], k_cache, v_cache, ids[rows], table[b : b + 1])
         assert_same(run(part, alone), (whole[0][rows], whole[1][rows]), f"request {b}")
+
+
+@pytest.mark.parametrize("kv", [BF16, E4M3, E5M2])
+def test_a_row_equals_itself_in_any_batch(kv):
+    """The same request alone and first, in the middle or last of 3, 17, 128 and 1,025."""
+    generator = torch.Generator().manual_seed(14)
+    kv_lens = torch.randint(1, 5000, (1025,), generator=generator).tolist()
+    args, options = big_problem([1] * 1025, kv_lens, heads=(16, 1), kv=kv, seed=14)
+    q, k_cache, v_cache, ids, table = args
+
+    def batch(index):
+        cu = torch.arange(len(index) + 1, dtype=torch.int32, device=DEVICE)
+        lengths = {"cu_seqlens_q": cu, "seqused_k": options["seqused_k"][index]}
+        return run((q[index], k_cache, v_cache, ids[index], table[index]), lengths)
+
+    for one in torch.randint(0, 1025, (6,), generator=generator).tolist():
+        alone = batch(torch.tensor([one], device=DEVICE))
+        for size in (3, 17, 128, 1025):
+            index = torch.randperm(1025, generator=generator)[:size].to(DEVICE)
+            for place in (0, size // 2, size - 1):
+                index[place] = one
+                out, lse = batch(index)
+                row = slice(place, place + 1)
+                assert_same((out[row], lse[row]), alone, f"request {one}, place {place} of {size}")
 
 
 def test_the_order_of_the_selection_does_not_matter():

@@ -223,6 +223,39 @@ def test_a_row_does_not_depend_on_its_batch_and_repeats_are_equal():
         assert torch.equal(alone[1][0], scores[i])
 
 
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[2]], ids=["bf16", "fp8"])
+def test_a_row_equals_itself_in_any_batch(dtypes):
+    """The same request alone and first, in the middle or last of 3, 17, 128 and 1,025."""
+    generator = torch.Generator().manual_seed(29)
+    kv_lens = torch.randint(1, 4000, (1025,), generator=generator).tolist()
+    (query, keys, table), lengths = make([1] * 1025, kv_lens, dtypes=dtypes, seed=29)
+
+    def batch(index):
+        cu = torch.arange(len(index) + 1, dtype=torch.int32, device=DEVICE)
+        options = {"cu_seqlens_q": cu, "seqused_k": lengths["seqused_k"][index]}
+        return run((query[index], keys, table[index]), options)
+
+    for one in torch.randint(0, 1025, (6,), generator=generator).tolist():
+        alone = batch(torch.tensor([one], device=DEVICE))
+        for size in (3, 17, 128, 1025):
+            index = torch.randperm(1025, generator=generator)[:size].to(DEVICE)
+            for place in (0, size // 2, size - 1):
+                index[place] = one
+                ids, scores = batch(index)
+                assert torch.equal(ids[place], alone[0][0]) and torch.equal(scores[place], alone[1][0]), (one, size)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+def test_lengths_one_by_one(dtypes):
+    """Each length as a batch of its own, at two query lengths; the long ones are in test_long_rows."""
+    for kv_len in KV_LENS:
+        for q_len in (1, 4):
+            tensors, lengths = make([q_len], [kv_len], dtypes=dtypes, seed=kv_len, wide=1)
+            ids, scores = run(tensors, lengths)
+            assert_selection(ids, scores, tensors, lengths)
+            assert_scores(scores, tensors, lengths)
+
+
 def test_wrong_lengths_offsets_and_pages_stay_inside():
     generator = torch.Generator(device=DEVICE).manual_seed(24)
     for round_ in range(20):
@@ -238,10 +271,14 @@ def test_wrong_lengths_offsets_and_pages_stay_inside():
     torch.cuda.synchronize()
 
 
-def test_offsets_beyond_32_bits():
-    pages = 140_000  # 4.6 GB of bf16 keys
-    keys = torch.zeros(pages, 128, 128, dtype=torch.bfloat16, device=DEVICE)
-    keys[-1], keys[70_000], keys[3] = 2, 3, 1
+@pytest.mark.parametrize("dtype, pages", [(torch.bfloat16, 140_000), (torch.float8_e4m3fn, 270_000)])
+def test_offsets_beyond_32_bits(dtype, pages):
+    """Elements beyond 2^31 and bytes beyond 2^32."""
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.uint8
+    keys = torch.zeros(pages, 128, 128, dtype=bits, device=DEVICE)
+    for page, value in ((pages - 1, 2), (70_000, 3), (3, 1)):
+        keys[page] = torch.tensor(value).to(dtype).view(bits).item()
+    keys = keys.view(dtype)
     table = torch.tensor([[3, pages - 1, 70_000, 4, 5]], dtype=torch.int32, device=DEVICE)
     query = torch.ones(1, 1, 128, dtype=torch.bfloat16, device=DEVICE)
     offsets = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)

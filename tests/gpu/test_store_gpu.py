@@ -103,7 +103,7 @@ def expected(k, v, index_k, k_cache, v_cache, index_cache, slots, k_scale, v_sca
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tokens, heads, page", [(1, 4, 128), (7, 1, 64), (64, 4, 64), (333, 8, 128)])
+@pytest.mark.parametrize("tokens, heads, page", [(1, 4, 128), (7, 1, 64), (64, 4, 64), (333, 8, 128), (1025, 4, 128)])
 def test_every_byte(dtypes, layout, tokens, heads, page):
     arguments = problem(tokens, heads, page, dtypes, layout, seed=tokens)
     scales = (torch.rand(heads, device=DEVICE) + 0.1, torch.rand(1, device=DEVICE) + 0.1)
@@ -150,17 +150,20 @@ def test_slots_of_32_bits_and_no_index():
     assert_same_bytes(v_cache, want[1])
 
 
-def test_offsets_beyond_32_bits():
-    pages, heads, page = 33_000, 4, 128  # packed: 8.6 GB
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn])
+def test_offsets_beyond_32_bits(kept):
+    pages, heads, page = 33_000, 4, 128  # packed: 4.3 G elements
     generator = torch.Generator(device=DEVICE).manual_seed(4)
-    both = torch.zeros(pages, heads, page, 256, dtype=torch.bfloat16, device=DEVICE)
+    bits = torch.int16 if kept == torch.bfloat16 else torch.uint8
+    both = torch.zeros(pages, heads, page, 256, dtype=bits, device=DEVICE)
     k, v = (torch.randn(3, heads, 128, device=DEVICE, generator=generator).bfloat16() for _ in range(2))
     slots = torch.tensor([32_999 * page + 127, 16_385 * page, 5], device=DEVICE)
     with m3_sparse.backend("aot"):
-        m3_sparse.store_kv(k, v, None, both[..., :128], both[..., 128:], None, slots)
+        m3_sparse.store_kv(k, v, None, both[..., :128].view(kept), both[..., 128:].view(kept), None, slots)
+    rows = quantise(torch.cat([k, v], -1), None, kept).view(bits)
     for i, slot in enumerate(slots.tolist()):
-        assert torch.equal(both[slot // page, :, slot % page], torch.cat([k[i], v[i]], -1))
-    assert both.count_nonzero() == k.count_nonzero() + v.count_nonzero()
+        assert torch.equal(both[slot // page, :, slot % page], rows[i])
+    assert both.count_nonzero() == rows.count_nonzero()
 
 
 def test_graph_replay_follows_slots_and_scales():

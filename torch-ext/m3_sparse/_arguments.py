@@ -46,10 +46,11 @@ def tensor(
         raise TypeError(f"{name} must be a tensor of shape {text}, got {describe(x)}")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a strided (dense) tensor, got layout {x.layout}")
-    if x.dim() != len(shape):
+    sizes = x.shape  # once: a tensor makes a new one each time it is asked
+    if len(sizes) != len(shape):
         raise ValueError(f"{name} must have {len(shape)} dimensions {text}, got {describe(x)}")
     for dim, size in enumerate(shape):
-        if size is not None and x.shape[dim] != size:
+        if size is not None and sizes[dim] != size:
             raise ValueError(f"{name} must have shape {text}: size {size} in dimension {dim}, got {describe(x)}")
     if x.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {dtype_list(dtypes)}, got {describe(x)}")
@@ -63,14 +64,13 @@ def aligned(name: str, x: torch.Tensor) -> None:
     """
     if x.numel() == 0:
         return
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {list(x.stride())}")
-    size = x.element_size()
-    for dim in range(x.dim() - 1):
-        if x.shape[dim] > 1 and x.stride(dim) * size % 16 != 0:
+    sizes, strides, size = x.shape, x.stride(), x.element_size()
+    if sizes[-1] > 1 and strides[-1] != 1:
+        raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {list(strides)}")
+    for dim in range(len(sizes) - 1):
+        if sizes[dim] > 1 and strides[dim] * size % 16 != 0:
             raise ValueError(
-                f"{name} must have strides that are multiples of 16 bytes, got {list(x.stride())} elements of "
-                f"{size} bytes"
+                f"{name} must have strides that are multiples of 16 bytes, got {list(strides)} elements of {size} bytes"
             )
     # Dynamo cannot trace the offset; compiled calls leave this one to the launch, and the torch backend does without.
     if not torch.compiler.is_compiling() and x.storage_offset() * size % 16 != 0:

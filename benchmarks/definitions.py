@@ -1,0 +1,45 @@
+"""What the operations compute, in plain torch: the references of the `kernels benchmark` classes.
+
+For uniform batches of one query a request, every page of the table full.
+"""
+
+import torch
+
+
+def selection(index_q, index_k, table, topk):
+    """The newest block and the topk - 1 best others of each row and head, ascending."""
+    keys = index_k.float()[table.long()]  # [requests, blocks, 128, 128]
+    scores = torch.einsum("bhd,bnkd->bhnk", index_q.float(), keys).amax(-1)
+    scores[..., -1] = torch.inf
+    return scores.topk(topk).indices.sort().values.int()
+
+
+def attention(q, k, v, table, ids):
+    """Softmax attention of each row over the tokens of its blocks, in q's dtype."""
+    k, v = k.float(), v.float()
+    heads = k.shape[1]
+    group = q.shape[1] // heads
+    out = torch.empty(q.shape, device=q.device)
+    for row in range(q.shape[0]):
+        for head in range(heads):
+            pages = table[row, ids[row, head].long()].long()
+            keys, values = k[pages, head].reshape(-1, 128), v[pages, head].reshape(-1, 128)
+            part = slice(head * group, (head + 1) * group)
+            out[row, part] = torch.softmax(q[row, part].float() @ keys.T / 128**0.5, dim=-1) @ values
+    return out.to(q.dtype)
+
+
+def paged(batch, length, heads, dtype, device):
+    """Caches of K, V and index keys with every page used by one request, and the page table."""
+    pages = batch * length // 128
+    shapes = (pages, heads, 128, 128), (pages, heads, 128, 128), (pages, 128, 128)
+    caches = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    return (*caches, torch.randperm(pages, device=device).view(batch, -1).int())
+
+
+def lengths(batch, length, device):
+    """The arguments that say: one query a request, `length` tokens each."""
+    return {
+        "cu_seqlens_q": torch.arange(batch + 1, device=device, dtype=torch.int32),
+        "seqused_k": torch.full((batch,), length, device=device, dtype=torch.int32),
+    }
