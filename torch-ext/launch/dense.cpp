@@ -58,11 +58,14 @@ Address address(const std::optional<Tensor>& t) { return t.has_value() ? t->data
 
 I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->numel() > 1 ? 4 : 0; }
 
+// The halves of a token's 256 bytes are two boxes: fetching more than a box asks for fetches the other half twice.
+constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
 // Pages [P, Hkv, page, 128] in boxes of 64 columns and all tokens of a page.
 TensorMap map_of_cache(const Tensor& cache) {
   const I64 page = cache.size(2), token = cache.stride(2) * 2, head = cache.stride(1) * 2, next = cache.stride(0) * 2;
   return launch::tensor_map(cache.data_ptr(), 2, {kHeadDim, page, cache.size(1), cache.size(0)}, {token, head, next},
-                            {64, static_cast<unsigned>(page), 1, 1});
+                            {64, static_cast<unsigned>(page), 1, 1}, kPromotion);
 }
 
 // Queries [T, Hq, 128] in boxes of 64 columns, the heads of a KV head and the tokens of a tile.
