@@ -28,13 +28,10 @@ def dense_plan(tokens, requests, q_heads, kv_heads, reach, multiprocessors=MULTI
 
     def time(splits):
         waves = ceil_div(tiles * splits, multiprocessors)
-        work = max(waves * (2 * ceil_div(blocks, splits) + 5), 2 * ceil_div(requests * kv_heads * blocks, 69))
+        work = max(waves * (2 * ceil_div(blocks, splits) + 5), 2 * ceil_div(requests * kv_heads * blocks, 100))
         return work + (5 + splits if splits > 1 else 0)
 
-    side_by_side = [
-        n for n in range(8)
-        if kv_heads % 2**n == 0 and (n == 0 or tiles == requests * kv_heads or 2**n * reach * 512 <= 32 << 20)
-    ]  # fmt: skip
+    side_by_side = [n for n in range(8) if kv_heads % 2**n == 0 and (n == 0 or 2**n * reach * 512 <= 32 << 20)]
     return rows, max(side_by_side), min(range(1, most + 1), key=time)
 
 
@@ -194,8 +191,8 @@ def chooses_the_plan_by_shape(driver):
         assert launch.params[-4] == neighbours_log2, case
         assert launch.grid == grid(tokens, requests, tile, heads[1], neighbours_log2, splits), case
         assert not driver.launches
-    assert dense_plan(1, 1, 64, 4, 32768) == (64, 2, 20) and dense_plan(64, 64, 64, 4, 32768) == (64, 2, 1)
-    assert dense_plan(16, 16, 64, 4, 32768) == (64, 2, 2) and dense_plan(8192, 1, 64, 4, 8192) == (128, 2, 1)
+    assert dense_plan(1, 1, 64, 4, 32768) == (64, 1, 20) and dense_plan(64, 64, 64, 4, 32768) == (64, 1, 1)
+    assert dense_plan(16, 16, 64, 4, 32768) == (64, 1, 2) and dense_plan(8192, 1, 64, 4, 8192) == (128, 2, 1)
     assert dense_plan(32768, 1, 64, 4, 32768) == (128, 1, 1) and dense_plan(16384, 2, 16, 16, 8192) == (128, 3, 1)
 
 
