@@ -133,7 +133,7 @@ class Sweep:
             close(got[1], lse, 1e-3)
 
     def dense(self):
-        for dtype, splits in itertools.product((BF16, FP16), (1, 2)):
+        for dtype, splits in ((BF16, 1), (FP16, 2)):
             self.dense_one(dtype, splits, [2, 1, 1], [700, 131, 0], 128)  # tiles of 64 rows
             self.dense_one(dtype, splits, [30, 3], [300, 131], 64)  # and of 128
 

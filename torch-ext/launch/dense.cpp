@@ -46,7 +46,8 @@ constexpr I64 kLeastKeysOfASplit = 512;
 // splits on an H200 (267, 139, 73.3, 42.0, 28.2, 28.2 us): 1.03 us a block, 2.6 a CTA, 2.7 + 0.4 a split for the merge.
 constexpr I64 kBlock = 2, kCta = 5, kMerge = 5;
 // CTAs of 64 rows that read as fast as the memory is. 69 by the figures above (64 KiB in 1.03 us, 4.4 TB/s); more,
-// since a block took up to 1.5 us on a card whose clocks were down, and 72 CTAs then read 3.1 TB/s.
+// since a block took 1.3 us in another run. A request of 2^20 tokens takes 497 us with 104 CTAs and took 513 to 694
+// with 72.
 constexpr I64 kReaders = 100;
 // Keys and values of the heads whose tiles take turns: they should stay in L2 from one tile to the next.
 constexpr I64 kNeighbourBytes = 32 << 20;
