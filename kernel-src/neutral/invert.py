@@ -90,7 +90,9 @@ def load_pages(page_row, block, page_width, pages, page_bits, ok):
     second = entry + (7 - page_bits)
     first_ok = ok & Int32(entry < page_width)
     second_ok = ok & Int32(second < page_width)
-    a, b = ptx.load_i32_batch([(page_row + Int64(entry) * 4, first_ok, -1), (page_row + Int64(second) * 4, second_ok, -1)])
+    a, b = ptx.load_i32_batch(
+        [(page_row + Int64(entry) * 4, first_ok, -1), (page_row + Int64(second) * 4, second_ok, -1)]
+    )
     a = ptx.select((a >= 0) & (a < pages), a, Int32(-1))
     b = ptx.select((b >= 0) & (b < pages), b, Int32(-1))
     return a, b
@@ -99,9 +101,7 @@ def load_pages(page_row, block, page_width, pages, page_bits, ok):
 @cute.jit
 def takes_part(formulation: Int64, sequence: Int32, requests: Int32):
     """1 if the KV-stationary pipeline computes a sequence. Tokens of no sequence are always its own."""
-    chosen = ptx.load_i32_if(
-        formulation + Int64(sequence) * 4, Int32((formulation != 0) & (sequence < requests)), 1
-    )
+    chosen = ptx.load_i32_if(formulation + Int64(sequence) * 4, Int32((formulation != 0) & (sequence < requests)), 1)
     return Int32(chosen == 1)
 
 

@@ -63,12 +63,12 @@ class Partials:
         at = sums + (Int64(local_row) * Int64(width) + Int64(slot)) * self.sums_bytes + Int64(pair * 16)
         return [ptx.f32_from_bits(w) for w in ptx.load_fresh_16_bytes_if(at, ok)], ok
 
-    def copy_batch(self, place, values, width, mask, first):
+    def copy_batch(self, place, values, width, mask, first, policy):
         """The slots first .. first + BATCH - 1 of a unit; those without a partial become zeros."""
         for i in range(BATCH):
             slot = first + i
             ok = Int32(slot < width) & (mask >> slot) & 1
-            smem.copy_async_16(place + slot * (THREADS * 16), values + slot * self.value_bytes, ok * 16)
+            smem.copy_async_16_hint(place + slot * (THREADS * 16), values + slot * self.value_bytes, ok * 16, policy)
         smem.copies_commit()
 
     def add_batch(self, acc, place, weights, first):
@@ -119,6 +119,7 @@ class Partials:
         kv_heads: Int32,
         group: Int32,
         width: Int32,
+        policy: Int64,  # L2 eviction priority of the partials' reads
     ):
         if first < stop:
             lane = thread & 31
@@ -130,7 +131,7 @@ class Partials:
             row_bytes = Int64(width) * self.value_bytes
             values = partials + Int64(first) * row_bytes + Int64(thread * 16)
             for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
-                self.copy_batch(place, values, width, mask, slot)
+                self.copy_batch(place, values, width, mask, slot, policy)
             acc = cute.make_rmem_tensor(cute.make_layout(8), Float32)
             for row in cutlass.range(first, stop, 1, unroll=1):
                 token = row // kv_heads
@@ -160,7 +161,7 @@ class Partials:
                     for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
                         smem.copies_wait(SLOTS // BATCH - 1)
                         self.add_batch(acc, place, heads_weights, slot)
-                        self.copy_batch(place, ahead, width, mask_ahead, slot)
+                        self.copy_batch(place, ahead, width, mask_ahead, slot, policy)
                     values = ahead
                     words = [self.pack(acc[2 * k], acc[2 * k + 1]) for k in range(4)]
                     words = self.transpose(words, lane & 3)

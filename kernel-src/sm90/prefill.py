@@ -118,8 +118,10 @@ class Prefill:
         sums: Int64,  # (m, l) of the partials
         k_scale: Int64,  # 0: one
         k_scale_head: Int64,
-        q_policy: Int64,  # L2 eviction priorities
+        q_policy: Int64,  # L2 eviction priorities: of q, of K and V, of partials written and read
         kv_policy: Int64,
+        write_policy: Int64,
+        read_policy: Int64,
         chunk: Int32,
         chunk_bits: Int32,
         tokens: Int32,
@@ -190,6 +192,7 @@ class Prefill:
                 kv_heads,
                 group,
                 width,
+                read_policy,
             )
         else:
             if early == 0:
@@ -243,6 +246,7 @@ class Prefill:
                         kv_heads * width,
                         width,
                         opaque,
+                        write_policy,
                     )
 
     # ---- warp 0
@@ -521,6 +525,7 @@ class Prefill:
         token_slots: Int32,
         width: Int32,
         opaque: Int32,
+        write_policy: Int64,
     ):
         S = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
@@ -565,7 +570,7 @@ class Prefill:
             ptx.warp_barrier()
             hopper.wait(0, O)
             self.release(base, lane, "kv_empty", v_stage, flags & LAST)
-            self.store_partial(O, lane, place0, place1, partials)
+            self.store_partial(O, lane, place0, place1, partials, write_policy)
             self.round_probabilities(S, P)
             place0, place1, flags = next0, next1, flags_n
             stage = stage + 1
@@ -576,7 +581,7 @@ class Prefill:
             self.wait_for_block(base, v_use)
         self.multiply_values(O, P, base + self.kv_at + step_of(v_use)[0] * TILE_BYTES)
         hopper.wait(0, O)
-        self.store_partial(O, lane, place0, place1, partials)
+        self.store_partial(O, lane, place0, place1, partials, write_policy)
 
     def wait_for_block(self, base, use):
         stage, parity = step_of(use)
@@ -657,7 +662,7 @@ class Prefill:
             P[j] = self.pack(S[2 * j], S[2 * j + 1])
 
     @cute.jit
-    def store_partial(self, O: cute.Tensor, lane: Int32, place0: Int32, place1: Int32, partials: Int64):
+    def store_partial(self, O: cute.Tensor, lane: Int32, place0: Int32, place1: Int32, partials: Int64, policy: Int64):
         places = (place0, place1)
         for half in cutlass.range_constexpr(2):
             unit = Int64(places[half]) * (self.rows // 8) + Int64(half if self.rows == 16 else 0)
@@ -665,7 +670,7 @@ class Prefill:
             if places[half] >= 0:
                 for part in cutlass.range_constexpr(4):
                     tiles = [4 * (4 * part + k) + 2 * half for k in range(4)]
-                    ptx.store_words(at + 512 * part, [self.pack(O[i], O[i + 1]) for i in tiles])
+                    ptx.store_16_bytes(at + 512 * part, [self.pack(O[i], O[i + 1]) for i in tiles], policy)
 
     @cute.jit
     def entry(
@@ -679,6 +684,8 @@ class Prefill:
         k_scale_head: Int64,
         q_policy: Int64,
         kv_policy: Int64,
+        write_policy: Int64,
+        read_policy: Int64,
         chunk: Int32,
         chunk_bits: Int32,
         tokens: Int32,
@@ -717,6 +724,8 @@ class Prefill:
             k_scale_head,
             q_policy,
             kv_policy,
+            write_policy,
+            read_policy,
             chunk,
             chunk_bits,
             tokens,
@@ -741,14 +750,10 @@ class Prefill:
             v_scale_head,
             combine_first,
             combine_tokens,
-        ).launch(
-            grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1
-        )
+        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
 
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 10 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 2
+    example = [Int64(16)] * 11 + [Int32(1)] * 10 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 2
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
-    return [
-        Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)
-    ]
+    return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]

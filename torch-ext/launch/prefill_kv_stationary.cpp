@@ -39,7 +39,8 @@ using ScatterParams =
 using ForwardParams =
     launch::Params<Map, Map, Map,                                // q, K, V
                    Address, Address, Address, Address, Address,  // chunks, heads, entries, partials, sums
-                   Address, I64, I64, I64,                       // k_scale, its stride; L2 priorities of q, KV
+                   Address, I64, I64, I64, I64,
+                   I64,  // k_scale, its stride; L2 priorities of q, KV, partials written, read
                    I32, I32, I32, I32, I32, I32, I32, I32, I32,
                    I32,  // chunk, log2 chunk, T, Hkv, group, K, log2 page, most tiles, early, 0
                    float,
@@ -317,6 +318,8 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        base + w.sums[chunk % kPlaces],
                        address(a.k_scale),
                        scale_stride(a.k_scale),
+                       kEvictNormal,
+                       kEvictNormal,
                        kEvictNormal,
                        kEvictNormal,
                        narrow(chunk),
