@@ -261,6 +261,7 @@ KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits) {
 const char* kv_stationary_refuses(const DecodeArguments& a) {
   const Shape s(a);
   const I64 size = a.k_cache.element_size();
+  if (s.pages == 0) return "the KV-stationary prefill takes a cache with at least one page";
   if (s.tokens >= 1 << 26) return "the KV-stationary prefill takes fewer than 2^26 tokens";
   if (!launch::fits_tensor_map(a.q.size(1), a.q.stride(1) * 2) || !launch::fits_tensor_map(s.tokens, a.q.stride(0) * 2))
     return "the KV-stationary prefill takes strides of q that a tensor map can hold";
