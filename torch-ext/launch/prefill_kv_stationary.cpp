@@ -49,7 +49,7 @@ using ForwardParams =
 using CombineParams = launch::Params<Address, Address, Address, Address, Address,
                                      Address,                  // partials, sums, state, out, lse, v_scale
                                      I64, I64, I64, I64, I64,  // bytes: out token, head; lse token, head; v_scale head
-                                     I32, I32, I32, I32>;      // first token, Hkv, group, K
+                                     I32, I32, I32, I32, I32, I64>;  // first token, tokens, Hkv, group, K; L2 priority
 
 static_assert(CountParams::match_all(cubins::invert_count));
 static_assert(ScanParams::match_all(cubins::invert_scan));
@@ -77,15 +77,17 @@ M3_FORWARD(bf16, e5m2)
 M3_FORWARD(f16, e5m2)
 #undef M3_FORWARD
 
-#define M3_COMBINE(q)                                                         \
-  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r16)); \
-  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r8));  \
-  Program combine_##q(int rows) {                                             \
-    if (rows == 16) return cubins::prefill_combine_##q##_r16;                 \
-    return cubins::prefill_combine_##q##_r8;                                  \
+#define M3_COMBINE(q, rows)                                                              \
+  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r##rows));        \
+  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r##rows##_wide)); \
+  Program combine_##q##_##rows(bool wide) {                                              \
+    if (wide) return cubins::prefill_combine_##q##_r##rows##_wide;                       \
+    return cubins::prefill_combine_##q##_r##rows;                                        \
   }
-M3_COMBINE(bf16)
-M3_COMBINE(f16)
+M3_COMBINE(bf16, 16)
+M3_COMBINE(bf16, 8)
+M3_COMBINE(f16, 16)
+M3_COMBINE(f16, 8)
 #undef M3_COMBINE
 
 Program forward_program(ScalarType q, ScalarType kv, int rows) {
@@ -100,6 +102,11 @@ Program forward_program(ScalarType q, ScalarType kv, int rows) {
   }
 }
 
+Program combine_program(ScalarType q, int rows, bool wide) {
+  if (q == ScalarType::BFloat16) return rows == 16 ? combine_bf16_16(wide) : combine_bf16_8(wide);
+  return rows == 16 ? combine_f16_16(wide) : combine_f16_8(wide);
+}
+
 template <class... Types>
 void run(Program program, launch::Grid grid, int device, launch::Params<Types...> params) {
   constexpr launch::Options overlap{1, true};
@@ -110,6 +117,7 @@ constexpr int kUnitBits = 8;  // UNIT_BITS of invert.py
 constexpr int kMostChunkBits = 11;
 constexpr I64 kPlaces = 3;           // chunks whose partial results are kept: see sm90/prefill.py, Chunks
 constexpr I64 kMostFusedSlots = 16;  // SLOTS of shared/partials.py
+constexpr I64 kCombiners = 6;        // CTAs of prefill_combine.py that shared memory admits on a multiprocessor
 constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 20;
 constexpr I64 kEvictNormal = 0x1000000000000000;
 constexpr int kHeadBytes = 32;
@@ -292,23 +300,24 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                                        {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, static_cast<unsigned>(p.rows), 1});
   const Map k_map = cache_map(a.k_cache), v_map = cache_map(a.v_cache);
   const Program forward = forward_program(a.q.scalar_type(), a.k_cache.scalar_type(), p.rows);
-  const Program combine = a.q.scalar_type() == ScalarType::BFloat16 ? combine_bf16(p.rows) : combine_f16(p.rows);
-  const auto ctas = static_cast<unsigned>(launch::multiprocessors(device));
+  const bool fused = s.width <= kMostFusedSlots;
+  const Program combine = combine_program(a.q.scalar_type(), p.rows, !fused);
+  const I64 ctas = launch::multiprocessors(device);
+  auto tokens_of = [&](I64 chunk) { return std::min(s.tokens - (chunk << p.chunk_bits), I64{1} << p.chunk_bits); };
   // Combines a chunk by itself; the forward of the next chunk has these arguments too.
   auto combine_params = [&](I64 chunk) {
     return CombineParams{{base + w.partials[chunk % kPlaces], base + w.sums[chunk % kPlaces], base + w.state,
                           a.out.data_ptr(), address(a.lse), address(a.v_scale), a.out.stride(0) * 2,
                           a.out.stride(1) * 2, a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
                           a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
-                          narrow(chunk << p.chunk_bits), narrow(s.heads), narrow(s.group), narrow(s.width)}};
+                          narrow(chunk << p.chunk_bits), narrow(tokens_of(chunk)), narrow(s.heads), narrow(s.group),
+                          narrow(s.width), kEvictNormal}};
   };
-  auto tokens_of = [&](I64 chunk) { return std::min(s.tokens - (chunk << p.chunk_bits), I64{1} << p.chunk_bits); };
-  const bool fused = s.width <= kMostFusedSlots;
   for (I64 chunk = 0; chunk < p.chunks; ++chunk) {
     const bool tail = fused && chunk > 0;
     const auto [c_partials, c_sums, c_state, c_out, c_lse, c_scale, out_token, out_head, lse_token, lse_head,
-                scale_head, first, heads, group, width] = combine_params(tail ? chunk - 1 : 0).values;
-    run(forward, {ctas}, device,
+                scale_head, first, count, heads, group, width, priority] = combine_params(tail ? chunk - 1 : 0).values;
+    run(forward, {static_cast<unsigned>(ctas)}, device,
         ForwardParams{{q_map,
                        k_map,
                        v_map,
@@ -346,10 +355,12 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        lse_head,
                        scale_head,
                        first,
-                       tail ? narrow(tokens_of(chunk - 1)) : 0}});
+                       tail ? count : 0}});
     if (!fused || chunk + 1 == p.chunks)
-      run(combine, {static_cast<unsigned>(tokens_of(chunk)), static_cast<unsigned>(s.heads)}, device,
-          combine_params(chunk));
+      run(combine,
+          {static_cast<unsigned>(fused ? std::min(tokens_of(chunk) * s.heads, kCombiners * ctas)
+                                       : tokens_of(chunk) * s.heads)},
+          device, combine_params(chunk));
   }
 }
 
