@@ -97,10 +97,12 @@ def packs_every_parameter(driver):
         assert forward.params[14:25] == [0, 11, tokens, heads, group, 7, page_bits, tiles, 0, 0, 0.25]
         assert forward.params[-1] == 0, "nothing to combine beside the first chunk"
 
-        assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}") and combine.grid == (tokens, heads, 1)
+        assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}")
+        assert combine.grid == (min(tokens * heads, 6 * MULTIPROCESSORS), 1, 1)
         assert combine.params[:6] == [partials, sums, state, out.data_ptr(), lse.data_ptr(), v_scale.data_ptr()]
         lse_strides = [s * 4 for s in lse.stride()]
-        assert combine.params[6:] == [s * 2 for s in out.stride()[:2]] + lse_strides + [0, 0, heads, group, 7]
+        combine_shape = [0, 0, tokens, heads, group, 7, EVICT_NORMAL]
+        assert combine.params[6:] == [s * 2 for s in out.stride()[:2]] + lse_strides + combine_shape
         assert driver.last_overlap == 1
 
         # The parts of the workspace don't meet.
@@ -128,15 +130,16 @@ def a_launch_combines_the_chunk_before(driver):
             assert launch.params[25:27] == forwards[i - 1].params[6:8]
             assert launch.params[-2:] == [(i - 1) * 256, 256]
     assert len({x.params[6] for x in forwards}) == PLACES
-    assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (1500 - 5 * 256, 2, 1)
-    assert last.params[:2] == forwards[5].params[6:8] and last.params[11] == 5 * 256
+    assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (2 * (1500 - 5 * 256), 1, 1)
+    assert last.params[:2] == forwards[5].params[6:8] and last.params[11:13] == [5 * 256, 1500 - 5 * 256]
 
 
 @check
 def wide_selections_are_combined_apart(driver):
     stages = launches(driver, *problem(tokens=600, topk=32), None, 8)[3:]
     names = [x.entry for x in stages]
-    assert names == [entry("prefill_bf16_bf16_r16"), entry("prefill_combine_bf16_r16")] * 3
+    assert names == [entry("prefill_bf16_bf16_r16"), entry("prefill_combine_bf16_r16_wide")] * 3
+    assert [x.grid for x in stages[1::2]] == [(512, 1, 1), (512, 1, 1), (176, 1, 1)]
     assert all(x.params[-1] == 0 for x in stages[::2])
 
 
