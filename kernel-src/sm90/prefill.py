@@ -68,6 +68,7 @@ KV_STAGES = 3
 HEAD_BYTES, META_BYTES = 32, 128
 NEW, LAST = 1, 2  # flags of a tile: first, last of its block in this CTA
 WIDENERS = 96
+TURN = 2  # named barriers of the two consumer warpgroups
 
 
 def step_of(number):
@@ -77,6 +78,7 @@ def step_of(number):
 
 
 class Prefill:
+    take_turns = False
     """One variant: dtype of q (and of the products) and of KV."""
 
     def __init__(self, q_dtype, kv_dtype, rows):
@@ -543,6 +545,12 @@ class Prefill:
         self.probabilities(S, lane, entry0, entry1, shift, columns, scale, place0, place1, sums)
         self.round_probabilities(S, P)
         stage, parity = Int32(1), Int32(0)
+        done0, done1 = Int32(-1), Int32(-1)
+        for i in cutlass.range_constexpr(64):
+            O[i] = Float32(0.0)
+        if cutlass.const_expr(self.take_turns):
+            if warp >= 4:
+                hopper.named_barrier_arrive(TURN, 256)
         for tile in cutlass.range(first, stop - 1, 1, unroll=1):
             smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
             entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
@@ -551,12 +559,19 @@ class Prefill:
                 self.wait_for_block(base, k_use)
             k_stage = step_of(k_use)[0]
             q = base + self.q_at + stage * TILE_BYTES + group_at
+            if cutlass.const_expr(self.take_turns):
+                hopper.named_barrier(TURN + (warp >> 2), 256)
             self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
+            # The tile before last goes out while the keys are multiplied; its registers then take the next product.
+            self.store_partial(O, lane, done0, done1, partials, write_policy)
+            hopper.pin(O)
             if (flags & NEW) != 0:
                 v_use = v_use + 2
                 self.wait_for_block(base, v_use)
             v_stage = step_of(v_use)[0]
             self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES)
+            if cutlass.const_expr(self.take_turns):
+                hopper.named_barrier_arrive(TURN + 1 - (warp >> 2), 256)
             hopper.wait(1, S)
             self.release(base, lane, "q_empty", stage, Int32(1))
             self.release(base, lane, "kv_empty", k_stage, flags_n & LAST)
@@ -570,12 +585,14 @@ class Prefill:
             ptx.warp_barrier()
             hopper.wait(0, O)
             self.release(base, lane, "kv_empty", v_stage, flags & LAST)
-            self.store_partial(O, lane, place0, place1, partials, write_policy)
             self.round_probabilities(S, P)
+            done0, done1 = place0, place1
             place0, place1, flags = next0, next1, flags_n
             stage = stage + 1
             if stage == self.q_stages:
                 stage, parity = Int32(0), parity ^ 1
+        self.store_partial(O, lane, done0, done1, partials, write_policy)
+        hopper.pin(O)
         if (flags & NEW) != 0:
             v_use = v_use + 2
             self.wait_for_block(base, v_use)
