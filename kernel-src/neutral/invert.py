@@ -10,7 +10,9 @@ Problem
 Pieces (shared/pieces.py)
     unit     the tokens of one sequence in an aligned span of 256; a CTA of 256 threads is a unit and KV head, a thread a
              token
-    segment  the tokens of one sequence in a chunk. Row = (segment, KV head), bin = (row, block)
+    segment  the tokens of one sequence in 2^chunk_bits tokens. Row = (segment, KV head), bin = (row, block)
+    A chunk of the later stages is 2^chunk_bits tokens x `chunk_heads` KV heads (a divisor of Hkv); its rows, and so its
+    tiles, lie side by side. Chunks are counted by heads first: all of the first heads, then all of the next.
 
 Three launches
     count    a bitmap of 256 tokens for each block, in shared memory, filled by atomic or; its population counts are the
@@ -25,7 +27,7 @@ Arrays (int32)
     counts   [units, Hkv, blocks]        count; after scan: choices of the bin in earlier units
     bins     [segments, Hkv, blocks, 2]  first tile within the row, choices
     rows     [segments, Hkv]             tiles of a row
-    chunks   [chunks + 1]                first tile of a chunk
+    chunks   [Hkv / chunk_heads, chunks of tokens] + 1   first tile of a chunk
     heads    [tiles, 8]                  bin number, KV head | tokens << 16, page of the first half, of the second half,
                                          a + (0), last visible column | first visible column << 8, sequence, block
              A token at `local` in its chunk sees the block's columns up to min(local + a, last). A page outside the cache
@@ -102,6 +104,12 @@ def takes_part(formulation: Int64, sequence: Int32, requests: Int32):
     """1 if the KV-stationary pipeline computes a sequence. Tokens of no sequence are always its own."""
     chosen = ptx.load_i32_if(formulation + Int64(sequence) * 4, Int32((formulation != 0) & (sequence < requests)), 1)
     return Int32(chosen == 1)
+
+
+def row_of(segment, head, segments, chunk_heads):
+    """Rows in the order of the tiles: (group of `chunk_heads` KV heads, segment, head)."""
+    group = head // chunk_heads
+    return (group * segments + segment) * chunk_heads + head - group * chunk_heads
 
 
 @cute.jit
@@ -280,6 +288,7 @@ class Scan:
         reach: Int32,
         blocks: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -295,7 +304,8 @@ class Scan:
         row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
         first_unit = (first >> UNIT_BITS) + sequence
         last_unit = ((last - 1) >> UNIT_BITS) + sequence
-        row = Int64(segment) * Int64(heads) + Int64(head)
+        segments, _, _ = cute.arch.grid_dim()
+        row = Int64(row_of(segment, head, segments, chunk_heads))
         unit_step = Int64(heads) * Int64(blocks) * 4
         done = Int32(0)  # tiles of the bins before this round's
         for at in cutlass.range(0, row_blocks, THREADS, unroll=1):
@@ -343,6 +353,7 @@ class Scan:
         reach: Int32,
         blocks: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
         stream: cuda.CUstream,
     ):
@@ -359,6 +370,7 @@ class Scan:
             reach,
             blocks,
             chunk_bits,
+            chunk_heads,
             tile_bits,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
@@ -395,7 +407,9 @@ class Scatter:
         blocks: Int32,
         causal: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
+        segments: Int32,
         most_tiles: Int32,  # that `heads_out` and `entries` hold
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -410,13 +424,15 @@ class Scatter:
             real = sequence < requests
             used = ptx.clamp(used, Int32(0), reach)
             chunk = span >> (chunk_bits - UNIT_BITS)
-            row = (chunk + sequence) * heads + head
+            row = row_of(chunk + sequence, head, segments, chunk_heads)
             first_tile = self.tiles_before(rows, row, base + BITMAP_BYTES, thread, lane, warp)
-            if (thread == 0) & (head == 0) & (first == (chunk << chunk_bits)):
-                ptx.store_words(chunks + Int64(chunk) * 4, [first_tile])
+            group = head // chunk_heads
+            number = group * ((tokens + (Int32(1) << chunk_bits) - 1) >> chunk_bits) + chunk
+            if (thread == 0) & (head == group * chunk_heads) & (first == (chunk << chunk_bits)):
+                ptx.store_words(chunks + Int64(number) * 4, [first_tile])
             if (thread == 0) & (head == heads - 1) & (last == tokens):
                 own = ptx.load_i32(rows + Int64(row) * 4)
-                ptx.store_words(chunks + Int64(chunk + 1) * 4, [first_tile + own])
+                ptx.store_words(chunks + Int64(number + 1) * 4, [first_tile + own])
 
             token = (span << UNIT_BITS) + thread
             inside = (token >= first) & (token < last)
@@ -468,8 +484,7 @@ class Scatter:
                                     hidden = ptx.select(a < 0, Int32(64 << 8), Int32(0))
                                     left = ptx.minimum_i32(count - rank, tile)
                                     head_at = heads_out + Int64(at) * HEAD_BYTES
-                                    number = row * blocks + block
-                                    ptx.store_words(head_at, [number, head | (left << 16), a, b])
+                                    ptx.store_words(head_at, [row * blocks + block, head | (left << 16), a, b])
                                     shift_here = shift - (block << 7)
                                     ptx.store_words(head_at + 16, [shift_here, seen | hidden, sequence, block])
                 ptx.barrier()
@@ -528,7 +543,9 @@ class Scatter:
         blocks: Int32,
         causal: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
+        segments: Int32,
         most_tiles: Int32,
         stream: cuda.CUstream,
     ):
@@ -559,7 +576,9 @@ class Scatter:
             blocks,
             causal,
             chunk_bits,
+            chunk_heads,
             tile_bits,
+            segments,
             most_tiles,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
@@ -567,6 +586,6 @@ class Scatter:
 def programs():
     return [
         Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 10),
-        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 7),
-        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 13),
+        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 8),
+        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 15),
     ]

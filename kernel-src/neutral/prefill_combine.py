@@ -56,10 +56,11 @@ class PrefillCombine:
         v_scale_head: Int64,
         first_token: Int32,
         tokens: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         kv_heads: Int32,
         group: Int32,
         width: Int32,
-        policy: Int64,  # L2 eviction priority of the partials
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -68,10 +69,11 @@ class PrefillCombine:
         ptx.let_next_kernel_start()
         target = (out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head)
         if cutlass.const_expr(self.wide):
-            self.combine_row(thread, cta, partials, sums, state, *target, first_token, kv_heads, group, width)
+            heads = (first_head, chunk_heads, kv_heads)
+            self.combine_row(thread, cta, partials, sums, state, *target, first_token, *heads, group, width)
         else:
             base = smem.base(128)
-            rows = tokens * kv_heads
+            rows = tokens * chunk_heads
             self.partials.walk(
                 base,
                 base + self.partials.ring_bytes,
@@ -83,10 +85,11 @@ class PrefillCombine:
                 state,
                 *target,
                 first_token,
+                first_head,
+                chunk_heads,
                 kv_heads,
                 group,
                 width,
-                policy,
             )
 
     @cute.jit
@@ -106,16 +109,19 @@ class PrefillCombine:
         lse_head: Int64,
         v_scale_head: Int64,
         first_token: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         kv_heads: Int32,
         group: Int32,
         width: Int32,
     ):
         lane = thread & 31
         unit = thread >> 7
-        local = local_row // kv_heads
-        head = local_row - local * kv_heads
+        local = local_row // chunk_heads
+        head = first_head + local_row - local * chunk_heads
         token = Int64(first_token + local)
-        mask, mine = self.partials.load_state(state, token * Int64(kv_heads) + Int64(head), Int32(1))
+        state = state + (Int64(first_token) * Int64(kv_heads) + Int64(first_head)) * 8
+        mask, mine = self.partials.load_state(state, local_row, (chunk_heads, kv_heads), Int32(1))
         if mine != 0:
             place = Int64(local_row) * Int64(width)
             row = unit * 8 + (lane >> 2)
@@ -181,10 +187,11 @@ class PrefillCombine:
         v_scale_head: Int64,
         first_token: Int32,
         tokens: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         kv_heads: Int32,
         group: Int32,
         width: Int32,
-        policy: Int64,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -201,15 +208,16 @@ class PrefillCombine:
             v_scale_head,
             first_token,
             tokens,
+            first_head,
+            chunk_heads,
             kv_heads,
             group,
             width,
-            policy,
         ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.dynamic_smem, stream=stream)
 
 
 def programs():
-    example = [Int64(16)] * 11 + [Int32(1)] * 5 + [Int64(1)]
+    example = [Int64(16)] * 11 + [Int32(1)] * 7
     return [
         Program(f"prefill_combine_{dtype}_r{rows}{'_wide' if wide else ''}", PrefillCombine(dtype, rows, wide), example)
         for dtype in ("bf16", "f16")

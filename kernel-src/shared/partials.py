@@ -9,8 +9,8 @@ Combination of a row:  M = max m_s,  out = v_scale * sum_s 2^(m_s - M) o_s / L, 
 lse = ln L + M ln 2, over the slots in the row's mask. Slots are summed in ascending order: the bits depend on nothing but
 the row.
 
-`walk` (K <= 16): 128 threads. A thread copies its own 16 bytes of each slot's unit to its own place in shared memory, 16
-deep, with cp.async and reads them back: no barrier, few registers, 32 KiB under way. Weights are made by 16 lanes a pair
+`walk` (K <= 16): 128 threads. A thread copies its own 16 bytes of each slot's unit to its own place in shared memory with
+cp.async, 16 or 32 deep, and reads them back: no barrier, few registers, 32 or 64 KiB under way. Weights are made by 16 lanes a pair
 of query heads, one barrier a row.
 """
 
@@ -24,15 +24,18 @@ UNIT_BYTES = 2048
 SLOTS = 16
 BATCH = 4  # slots of a group of copies
 THREADS = 128
+STEP_BYTES = SLOTS * THREADS * 16  # a unit of every slot
 BARRIER = 1
 
 
 class Partials:
-    ring_bytes = SLOTS * THREADS * 16
     weights_bytes = 2 * 16 * SLOTS * 4
 
-    def __init__(self, dtype, rows):
+    def __init__(self, dtype, rows, row_ahead=False):
+        """`row_ahead`: all units of the next row are under way, else one unit."""
         self.rows, self.units = rows, rows // 8
+        self.depth = self.units if row_ahead else 1  # units
+        self.ring_bytes = self.depth * STEP_BYTES
         self.unpack = ptx.unpack_bf16 if dtype == "bf16" else ptx.unpack_fp16
         self.pack = ptx.pack_bf16 if dtype == "bf16" else ptx.pack_fp16
         self.value_bytes, self.sums_bytes = rows * 256, rows * 8  # of a slot
@@ -53,8 +56,12 @@ class Partials:
             words = result
         return words
 
-    def load_state(self, state, row, ok):
-        return ptx.load_i32_batch([(state + Int64(row) * 8 + 4 * i, ok, 0) for i in range(2)])
+    def load_state(self, state, row, heads, ok):
+        """(mask, takes part) of a row of the chunk; `state` begins with the chunk's first token and head."""
+        chunk_heads, kv_heads = heads
+        token = row // chunk_heads
+        at = state + (Int64(token) * Int64(kv_heads) + Int64(row - token * chunk_heads)) * 8
+        return ptx.load_i32_batch([(at + 4 * i, ok, 0) for i in range(2)])
 
     def load_sums(self, sums, local_row, width, mask, thread):
         """(m, l) of query heads 2 p and 2 p + 1 in slot s; p = thread / 16, s = thread % 16."""
@@ -63,12 +70,12 @@ class Partials:
         at = sums + (Int64(local_row) * Int64(width) + Int64(slot)) * self.sums_bytes + Int64(pair * 16)
         return [ptx.f32_from_bits(w) for w in ptx.load_fresh_16_bytes_if(at, ok)], ok
 
-    def copy_batch(self, place, values, width, mask, first, policy):
+    def copy_batch(self, place, values, width, mask, first):
         """The slots first .. first + BATCH - 1 of a unit; those without a partial become zeros."""
         for i in range(BATCH):
             slot = first + i
             ok = Int32(slot < width) & (mask >> slot) & 1
-            smem.copy_async_16_hint(place + slot * (THREADS * 16), values + slot * self.value_bytes, ok * 16, policy)
+            smem.copy_async_16(place + slot * (THREADS * 16), values + slot * self.value_bytes, ok * 16)
         smem.copies_commit()
 
     def add_batch(self, acc, place, weights, first):
@@ -102,7 +109,7 @@ class Partials:
         ring: Int32,
         weights: Int32,
         thread: Int32,
-        first: Int32,  # rows of the chunk, token-major
+        first: Int32,  # rows (token, KV head) of the chunk, token-major
         stop: Int32,
         partials: Int64,
         sums: Int64,
@@ -116,26 +123,29 @@ class Partials:
         lse_head: Int64,
         v_scale_head: Int64,
         first_token: Int32,
-        kv_heads: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,  # KV heads of the chunk
+        kv_heads: Int32,  # in all
         group: Int32,
         width: Int32,
-        policy: Int64,  # L2 eviction priority of the partials' reads
     ):
         if first < stop:
             lane = thread & 31
             place = ring + thread * 16
-            state = state + Int64(first_token) * Int64(kv_heads) * 8
-            mask, mine = self.load_state(state, first, Int32(1))
-            mask_n, mine_n = self.load_state(state, first + 1, Int32(first + 1 < stop))
+            state = state + (Int64(first_token) * Int64(kv_heads) + Int64(first_head)) * 8
+            heads = (chunk_heads, kv_heads)
+            mask, mine = self.load_state(state, first, heads, Int32(1))
+            mask_n, mine_n = self.load_state(state, first + 1, heads, Int32(first + 1 < stop))
             numbers, ok = self.load_sums(sums, first, width, mask, thread)
             row_bytes = Int64(width) * self.value_bytes
             values = partials + Int64(first) * row_bytes + Int64(thread * 16)
-            for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
-                self.copy_batch(place, values, width, mask, slot, policy)
+            for unit in cutlass.range_constexpr(self.depth):
+                for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
+                    self.copy_batch(place + unit * STEP_BYTES, values + unit * UNIT_BYTES, width, mask, slot)
             acc = cute.make_rmem_tensor(cute.make_layout(8), Float32)
             for row in cutlass.range(first, stop, 1, unroll=1):
-                token = row // kv_heads
-                head = row - token * kv_heads
+                token = row // chunk_heads
+                head = first_head + row - token * chunk_heads
                 scale = ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head)
                 token64 = Int64(first_token + token)
                 pairs = self.weigh(numbers, ok, scale)
@@ -151,18 +161,20 @@ class Partials:
                 # What the next row needs, while this one is summed.
                 more = Int32(row + 1 < stop)
                 numbers, ok = self.load_sums(sums, row + 1, width, mask_n * more, thread)
-                mask_2, mine_2 = self.load_state(state, row + 2, Int32(row + 2 < stop))
+                mask_2, mine_2 = self.load_state(state, row + 2, heads, Int32(row + 2 < stop))
                 for unit in cutlass.range_constexpr(self.units):
                     for i in cutlass.range_constexpr(8):
                         acc[i] = Float32(0.0)
-                    ahead = values + (UNIT_BYTES if unit + 1 < self.units else row_bytes - unit * UNIT_BYTES)
-                    mask_ahead = mask if unit + 1 < self.units else mask_n * more
+                    # The copies that follow this unit's: `depth` units on.
+                    next_row = unit + self.depth >= self.units
+                    ahead = values + (unit + self.depth) % self.units * UNIT_BYTES + (row_bytes if next_row else 0)
+                    mask_ahead = mask_n * more if next_row else mask
+                    mine_at = place + unit % self.depth * STEP_BYTES
                     heads_weights = buffer + (unit * 8 + (lane >> 2)) * (SLOTS * 4)
                     for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
-                        smem.copies_wait(SLOTS // BATCH - 1)
-                        self.add_batch(acc, place, heads_weights, slot)
-                        self.copy_batch(place, ahead, width, mask_ahead, slot, policy)
-                    values = ahead
+                        smem.copies_wait(self.depth * SLOTS // BATCH - 1)
+                        self.add_batch(acc, mine_at, heads_weights, slot)
+                        self.copy_batch(mine_at, ahead, width, mask_ahead, slot)
                     words = [self.pack(acc[2 * k], acc[2 * k + 1]) for k in range(4)]
                     words = self.transpose(words, lane & 3)
                     query = unit * 8 + (lane >> 2)
@@ -170,5 +182,6 @@ class Partials:
                         at = out + token64 * out_token + Int64(head * group + query) * out_head
                         column = Int64(((thread >> 5) * 4 + (lane & 3)) * 16)
                         ptx.store_words(at + column, words)
+                values = values + row_bytes
                 mask, mine, mask_n, mine_n = mask_n, mine_n, mask_2, mine_2
             smem.copies_wait(0)

@@ -244,11 +244,6 @@ def store_words_if(address, words, ok):
     asm(text, "", "lr" + "r" * len(words), [address, ok] + list(words))
 
 
-def store_16_bytes(address, words, policy):
-    """Four words, with an L2 eviction priority (hopper.EVICT_*)."""
-    asm("st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;", "", "lrrrrl", [address, *words, policy])
-
-
 # ---- shared memory; addresses are Int32
 
 

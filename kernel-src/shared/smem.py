@@ -85,12 +85,6 @@ def copy_async_16(target, source, valid_bytes):
     asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "", "rlr", [target, source, valid_bytes])
 
 
-def copy_async_16_hint(target, source, valid_bytes, policy):
-    """As copy_async_16, with an L2 eviction priority (hopper.EVICT_*)."""
-    text = "cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;"
-    asm(text, "", "rlrl", [target, source, valid_bytes, policy])
-
-
 def copies_commit():
     asm("cp.async.commit_group;", "", "", [])
 

@@ -32,7 +32,7 @@ Chunks
     combination of chunk c - 2, whose place launch c + 1 writes.
 
 Shared memory (bytes)
-    16-bit  K and V 3 x 32,768 in turn, Q 3 x 32,768, combine 32,768     fp8  Q 2 x 32,768, raw K and V 16,384 each
+    K and V 3 x 32,768 in turn, Q 2 x 32,768, combine 32,768 (65,536 without fp8), fp8: raw K and V 16,384 each
     then mbarriers, for each stage of Q what the consumers must know of the tile, and the weights of a combined row
 
 Partials
@@ -60,7 +60,7 @@ from shared.program import Program
 
 THREADS, CONSUMER_WARPS = 512, 8
 FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
-REGISTERS = (40, 56, 208)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
+REGISTERS = (40, 72, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 TILE_BYTES = 32768  # 128 x 128 x 2
 HALF = TILE_BYTES // 2  # of 64 columns
 RAW_BYTES = 16384
@@ -85,10 +85,10 @@ class Prefill:
         self.dtype, self.kv_dtype, self.rows = q_dtype, kv_dtype, rows
         self.fp8 = kv_dtype in ("e4m3", "e5m2")
         self.tokens = 128 // rows  # of a tile
-        self.q_stages = 2 if self.fp8 else 3
+        self.q_stages = 2
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
         self.lift = 7.0 if q_dtype == "f16" else 0.0
-        self.combine = Partials(q_dtype, rows)
+        self.combine = Partials(q_dtype, rows, row_ahead=not self.fp8)
         self.kv_at = 0
         self.q_at = KV_STAGES * TILE_BYTES
         self.raw_at = self.q_at + self.q_stages * TILE_BYTES
@@ -120,14 +120,14 @@ class Prefill:
         sums: Int64,  # (m, l) of the partials
         k_scale: Int64,  # 0: one
         k_scale_head: Int64,
-        q_policy: Int64,  # L2 eviction priorities: of q, of K and V, of partials written and read
+        q_policy: Int64,  # L2 eviction priorities: of q, of K and V
         kv_policy: Int64,
-        write_policy: Int64,
-        read_policy: Int64,
-        chunk: Int32,
-        chunk_bits: Int32,
-        tokens: Int32,
-        kv_heads: Int32,
+        chunk: Int32,  # in the list of chunks
+        first_token: Int32,
+        tokens: Int32,  # of the chunk
+        first_head: Int32,
+        chunk_heads: Int32,  # KV heads of the chunk
+        kv_heads: Int32,  # in all
         group: Int32,
         width: Int32,
         page_bits: Int32,
@@ -147,8 +147,9 @@ class Prefill:
         lse_token: Int64,
         lse_head: Int64,
         v_scale_head: Int64,
-        combine_first: Int32,
+        combine_token: Int32,
         combine_tokens: Int32,
+        combine_head: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -172,7 +173,7 @@ class Prefill:
             hopper.give_registers(REGISTERS[1])
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
-            rows = combine_tokens * kv_heads
+            rows = combine_tokens * chunk_heads
             self.combine.walk(
                 base + self.ring_at,
                 base + self.weights_at,
@@ -190,11 +191,12 @@ class Prefill:
                 lse_token,
                 lse_head,
                 v_scale_head,
-                combine_first,
+                combine_token,
+                combine_head,
+                chunk_heads,
                 kv_heads,
                 group,
                 width,
-                read_policy,
             )
         else:
             if early == 0:
@@ -223,9 +225,10 @@ class Prefill:
                             k_scale_head,
                             q_policy,
                             kv_policy,
-                            chunk << chunk_bits,
-                            ptx.minimum_i32(tokens - (chunk << chunk_bits), Int32(1) << chunk_bits),
-                            kv_heads,
+                            first_token,
+                            tokens,
+                            first_head,
+                            chunk_heads,
                             group,
                             width,
                             page_bits,
@@ -245,10 +248,9 @@ class Prefill:
                         stop,
                         partials,
                         sums,
-                        kv_heads * width,
+                        chunk_heads * width,
                         width,
                         opaque,
-                        write_policy,
                     )
 
     # ---- warp 0
@@ -276,7 +278,8 @@ class Prefill:
         kv_policy: Int64,
         first_token: Int32,
         chunk_tokens: Int32,
-        kv_heads: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         group: Int32,
         width: Int32,
         page_bits: Int32,
@@ -293,7 +296,7 @@ class Prefill:
             head_2 = self.load_head(heads, tile + 2, Int32(tile + 2 < stop))
             number_2, packed_2, page_a_2, page_b_2, shift_2, columns_2 = head_2
 
-            head = ptx.clamp(packed & 0xFFFF, Int32(0), kv_heads - 1)
+            head = ptx.clamp(packed & 0xFFFF, first_head, first_head + chunk_heads - 1)
             # What a list says may be wrong; what it leads to lies within the chunk.
             local, slot = entry >> 5, entry & 31
             good = Int32((entry >= 0) & (local < chunk_tokens) & (slot < width))
@@ -315,7 +318,7 @@ class Prefill:
                 scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
                 flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
                 scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
-                smem.store_i32x4(meta + 64, [flags | (head << 8), shift, columns, scale])
+                smem.store_i32x4(meta + 64, [flags | ((head - first_head) << 8), shift, columns, scale])
             ptx.warp_barrier()
             present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))
             if lane == 0:
@@ -489,7 +492,7 @@ class Prefill:
     # ---- consumers
 
     def read_meta(self, base, stage, warp):
-        """(entry of the first 8 rows, of the others, flags | KV head << 8, shift, columns, factor to log2 units)"""
+        """(entry of the first 8 rows, of the others, flags | head of the chunk << 8, shift, columns, factor to log2 units)"""
         meta = base + self.meta_at + stage * META_BYTES
         if self.rows == 16:
             entry = smem.load_i32(meta + warp * 4)
@@ -527,7 +530,6 @@ class Prefill:
         token_slots: Int32,
         width: Int32,
         opaque: Int32,
-        write_policy: Int64,
     ):
         S = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
@@ -563,7 +565,7 @@ class Prefill:
                 hopper.named_barrier(TURN + (warp >> 2), 256)
             self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
             # The tile before last goes out while the keys are multiplied; its registers then take the next product.
-            self.store_partial(O, lane, done0, done1, partials, write_policy)
+            self.store_partial(O, lane, done0, done1, partials)
             hopper.pin(O)
             if (flags & NEW) != 0:
                 v_use = v_use + 2
@@ -591,14 +593,14 @@ class Prefill:
             stage = stage + 1
             if stage == self.q_stages:
                 stage, parity = Int32(0), parity ^ 1
-        self.store_partial(O, lane, done0, done1, partials, write_policy)
+        self.store_partial(O, lane, done0, done1, partials)
         hopper.pin(O)
         if (flags & NEW) != 0:
             v_use = v_use + 2
             self.wait_for_block(base, v_use)
         self.multiply_values(O, P, base + self.kv_at + step_of(v_use)[0] * TILE_BYTES)
         hopper.wait(0, O)
-        self.store_partial(O, lane, place0, place1, partials, write_policy)
+        self.store_partial(O, lane, place0, place1, partials)
 
     def wait_for_block(self, base, use):
         stage, parity = step_of(use)
@@ -679,7 +681,7 @@ class Prefill:
             P[j] = self.pack(S[2 * j], S[2 * j + 1])
 
     @cute.jit
-    def store_partial(self, O: cute.Tensor, lane: Int32, place0: Int32, place1: Int32, partials: Int64, policy: Int64):
+    def store_partial(self, O: cute.Tensor, lane: Int32, place0: Int32, place1: Int32, partials: Int64):
         places = (place0, place1)
         for half in cutlass.range_constexpr(2):
             unit = Int64(places[half]) * (self.rows // 8) + Int64(half if self.rows == 16 else 0)
@@ -687,7 +689,7 @@ class Prefill:
             if places[half] >= 0:
                 for part in cutlass.range_constexpr(4):
                     tiles = [4 * (4 * part + k) + 2 * half for k in range(4)]
-                    ptx.store_16_bytes(at + 512 * part, [self.pack(O[i], O[i + 1]) for i in tiles], policy)
+                    ptx.store_words(at + 512 * part, [self.pack(O[i], O[i + 1]) for i in tiles])
 
     @cute.jit
     def entry(
@@ -701,11 +703,11 @@ class Prefill:
         k_scale_head: Int64,
         q_policy: Int64,
         kv_policy: Int64,
-        write_policy: Int64,
-        read_policy: Int64,
         chunk: Int32,
-        chunk_bits: Int32,
+        first_token: Int32,
         tokens: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         kv_heads: Int32,
         group: Int32,
         width: Int32,
@@ -725,8 +727,9 @@ class Prefill:
         lse_token: Int64,
         lse_head: Int64,
         v_scale_head: Int64,
-        combine_first: Int32,
+        combine_token: Int32,
         combine_tokens: Int32,
+        combine_head: Int32,
         stream: cuda.CUstream,
     ):
         maps = [hopper.example_map(BFloat16) for _ in range(3)]
@@ -741,11 +744,11 @@ class Prefill:
             k_scale_head,
             q_policy,
             kv_policy,
-            write_policy,
-            read_policy,
             chunk,
-            chunk_bits,
+            first_token,
             tokens,
+            first_head,
+            chunk_heads,
             kv_heads,
             group,
             width,
@@ -765,12 +768,13 @@ class Prefill:
             lse_token,
             lse_head,
             v_scale_head,
-            combine_first,
+            combine_token,
             combine_tokens,
+            combine_head,
         ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
 
 
 def programs():
-    example = [Int64(16)] * 11 + [Int32(1)] * 10 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 2
+    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 3
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
     return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]

@@ -29,27 +29,28 @@ using CountParams =
 using ScanParams = launch::Params<Address, Address, Address, Address, Address, Address,  // offsets, lengths,
                                                                                          // formulation, counts, bins,
                                                                                          // rows
-                                  I32, I32, I32, I32, I32, I32, I32>;  // T, B, Hkv, reach, blocks, log2 chunk, tile
+                                  I32, I32, I32, I32, I32, I32, I32,
+                                  I32>;  // T, B, Hkv, reach, blocks, log2 chunk, its heads, log2 tile
 using ScatterParams =
     launch::Params<Address, Address, Address, Address, Address,           // ids, page table, offsets, lengths, state
                    Address, Address, Address, Address, Address, Address,  // counts, bins, rows, chunks, heads, entries
                    I64, I64, I64, I64,                                    // as CountParams
                    I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,      // as CountParams
-                   I32, I32, I32>;                                        // log2 chunk, log2 tile, most tiles
+                   I32, I32, I32, I32, I32>;  // log2 chunk, its heads, log2 tile, segments, most tiles
 using ForwardParams =
     launch::Params<Map, Map, Map,                                // q, K, V
                    Address, Address, Address, Address, Address,  // chunks, heads, entries, partials, sums
-                   Address, I64, I64, I64, I64,
-                   I64,  // k_scale, its stride; L2 priorities of q, KV, partials written, read
-                   I32, I32, I32, I32, I32, I32, I32, I32, I32,
-                   I32,  // chunk, log2 chunk, T, Hkv, group, K, log2 page, most tiles, early, 0
+                   Address, I64, I64, I64,                       // k_scale, its stride; L2 priorities of q and KV
+                   I32, I32, I32, I32, I32,            // chunk: number, first token, tokens, first head, heads
+                   I32, I32, I32, I32, I32, I32, I32,  // Hkv, group, K, log2 page, most tiles, early, 0
                    float,
-                   // the combination of the chunk before: as CombineParams up to the first token, then its tokens
-                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32>;
+                   // the combination of the chunk before: as CombineParams, its first token, tokens, first head
+                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32, I32>;
 using CombineParams = launch::Params<Address, Address, Address, Address, Address,
                                      Address,                  // partials, sums, state, out, lse, v_scale
                                      I64, I64, I64, I64, I64,  // bytes: out token, head; lse token, head; v_scale head
-                                     I32, I32, I32, I32, I32, I64>;  // first token, tokens, Hkv, group, K; L2 priority
+                                     I32, I32, I32, I32,       // chunk: first token, tokens, first head, heads
+                                     I32, I32, I32>;           // Hkv, group, K
 
 static_assert(CountParams::match_all(cubins::invert_count));
 static_assert(ScanParams::match_all(cubins::invert_scan));
@@ -114,11 +115,13 @@ void run(Program program, launch::Grid grid, int device, launch::Params<Types...
 }
 
 constexpr int kUnitBits = 8;  // UNIT_BITS of invert.py
-constexpr int kMostChunkBits = 11;
+constexpr int kMostChunkBits = 12;
 constexpr I64 kPlaces = 3;           // chunks whose partial results are kept: see sm90/prefill.py, Chunks
 constexpr I64 kMostFusedSlots = 16;  // SLOTS of shared/partials.py
 constexpr I64 kCombiners = 6;        // CTAs of prefill_combine.py that shared memory admits on a multiprocessor
 constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 20;
+// A CTA of the forward should have some ten tiles of 8 tokens a launch.
+constexpr I64 kLeastChoices = 8192;
 constexpr I64 kEvictNormal = 0x1000000000000000;
 constexpr int kHeadBytes = 32;
 
@@ -152,7 +155,7 @@ struct Workspace {
       at += (size + 255) / 256 * 256;
       return start;
     };
-    const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * s.heads * s.width;
+    const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * p.chunk_heads * s.width;
     counts = take(p.units * s.heads * s.blocks * 4);
     state = take(s.tokens * s.heads * 8);
     bins = take(p.segments * s.heads * s.blocks * 8);
@@ -211,7 +214,7 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
   run(cubins::invert_scan, segments, device,
       ScanParams{{a.cu_seqlens_q.data_ptr(), a.seqused_k.data_ptr(), formulation, base + w.counts, base + w.bins,
                   base + w.rows, narrow(s.tokens), narrow(s.requests), narrow(s.heads), narrow(s.reach),
-                  narrow(s.blocks), p.chunk_bits, tile_bits}});
+                  narrow(s.blocks), p.chunk_bits, p.chunk_heads, tile_bits}});
   run(cubins::invert_scatter, units, device,
       ScatterParams{{a.block_indices.data_ptr(),
                      a.block_table.data_ptr(),
@@ -239,26 +242,35 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
                      narrow(s.blocks),
                      causal,
                      p.chunk_bits,
+                     p.chunk_heads,
                      tile_bits,
+                     narrow(p.segments),
                      narrow(p.most_tiles)}});
 }
 
 }  // namespace
 
-KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits) {
+KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits, int chunk_heads) {
   const Shape s(a);
   KvStationaryPlan p{};
   p.rows = s.group > 8 ? 16 : 8;
+  p.chunk_heads = chunk_heads;
+  if (chunk_heads == 0) {
+    // As few heads as give a launch enough tiles: the more tokens of a head a chunk holds, the fuller are its tiles.
+    const I64 tokens = std::min(s.tokens, I64{1} << kMostChunkBits);
+    for (p.chunk_heads = 1; p.chunk_heads < s.heads; ++p.chunk_heads)
+      if (s.heads % p.chunk_heads == 0 && tokens * p.chunk_heads * s.width >= kLeastChoices) break;
+  }
   p.chunk_bits = chunk_bits;
   if (chunk_bits == 0) {
     p.chunk_bits = kMostChunkBits;
-    const I64 token_slots = s.heads * s.width;
-    while (p.chunk_bits > kUnitBits && partial_bytes(token_slots << p.chunk_bits, p.rows) > kMostPartialBytes)
-      --p.chunk_bits;
+    const I64 slots = p.chunk_heads * s.width;
+    while (p.chunk_bits > kUnitBits && partial_bytes(slots << p.chunk_bits, p.rows) > kMostPartialBytes) --p.chunk_bits;
   }
   p.units = ceil_div(s.tokens, I64{1} << kUnitBits) + s.requests;
-  p.chunks = ceil_div(s.tokens, I64{1} << p.chunk_bits);
-  p.segments = p.chunks + s.requests;
+  p.token_chunks = ceil_div(s.tokens, I64{1} << p.chunk_bits);
+  p.chunks = p.token_chunks * (s.heads / p.chunk_heads);
+  p.segments = p.token_chunks + s.requests;
   // Every bin may leave one tile partly filled.
   const I64 choices = s.tokens * s.heads * s.width;
   p.most_tiles = choices / (128 / p.rows) + std::min(p.segments * s.heads * s.blocks, choices);
@@ -285,11 +297,11 @@ const char* kv_stationary_refuses(const DecodeArguments& a) {
   return nullptr;
 }
 
-void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, int chunk_bits) {
+void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, int chunk_bits, int chunk_heads) {
   const Shape s(a);
   if (s.tokens * s.heads == 0) return;
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
-  const KvStationaryPlan p = plan_kv_stationary(a, chunk_bits);
+  const KvStationaryPlan p = plan_kv_stationary(a, chunk_bits, chunk_heads);
   const Workspace w(s, p);
   const I64 bytes[] = {w.bytes};
   const Tensor workspace = torch::stable::new_empty(a.q, {bytes, 1}, ScalarType::Byte);
@@ -303,20 +315,30 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
   const bool fused = s.width <= kMostFusedSlots;
   const Program combine = combine_program(a.q.scalar_type(), p.rows, !fused);
   const I64 ctas = launch::multiprocessors(device);
-  auto tokens_of = [&](I64 chunk) { return std::min(s.tokens - (chunk << p.chunk_bits), I64{1} << p.chunk_bits); };
-  // Combines a chunk by itself; the forward of the next chunk has these arguments too.
-  auto combine_params = [&](I64 chunk) {
-    return CombineParams{{base + w.partials[chunk % kPlaces], base + w.sums[chunk % kPlaces], base + w.state,
-                          a.out.data_ptr(), address(a.lse), address(a.v_scale), a.out.stride(0) * 2,
-                          a.out.stride(1) * 2, a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
-                          a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
-                          narrow(chunk << p.chunk_bits), narrow(tokens_of(chunk)), narrow(s.heads), narrow(s.group),
-                          narrow(s.width), kEvictNormal}};
+  struct Chunk {
+    I64 first_token, tokens, first_head, place;
   };
-  for (I64 chunk = 0; chunk < p.chunks; ++chunk) {
-    const bool tail = fused && chunk > 0;
-    const auto [c_partials, c_sums, c_state, c_out, c_lse, c_scale, out_token, out_head, lse_token, lse_head,
-                scale_head, first, count, heads, group, width, priority] = combine_params(tail ? chunk - 1 : 0).values;
+  auto chunk_of = [&](I64 number) {
+    const I64 first = number % p.token_chunks << p.chunk_bits;
+    return Chunk{first, std::min(s.tokens - first, I64{1} << p.chunk_bits), number / p.token_chunks * p.chunk_heads,
+                 number % kPlaces};
+  };
+  // Combines a chunk by itself; the forward of the next chunk has these arguments too.
+  auto combine_params = [&](const Chunk& c) {
+    return CombineParams{{base + w.partials[c.place], base + w.sums[c.place], base + w.state, a.out.data_ptr(),
+                          address(a.lse), address(a.v_scale), a.out.stride(0) * 2, a.out.stride(1) * 2,
+                          a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
+                          a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
+                          narrow(c.first_token), narrow(c.tokens), narrow(c.first_head), p.chunk_heads, narrow(s.heads),
+                          narrow(s.group), narrow(s.width)}};
+  };
+  const I64 ctas = launch::multiprocessors(device);
+  for (I64 number = 0; number < p.chunks; ++number) {
+    const Chunk c = chunk_of(number);
+    const bool beside = fused && number > 0;
+    const auto [partials, sums, state, out, lse, v_scale, out_token, out_head, lse_token, lse_head, scale_head,
+                first_token, tokens, first_head, chunk_heads, heads, group, width] =
+        combine_params(beside ? chunk_of(number - 1) : c).values;
     run(forward, {static_cast<unsigned>(ctas)}, device,
         ForwardParams{{q_map,
                        k_map,
@@ -324,43 +346,44 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        base + w.chunks,
                        base + w.heads,
                        base + w.entries,
-                       base + w.partials[chunk % kPlaces],
-                       base + w.sums[chunk % kPlaces],
+                       base + w.partials[c.place],
+                       base + w.sums[c.place],
                        address(a.k_scale),
                        scale_stride(a.k_scale),
                        kEvictNormal,
                        kEvictNormal,
-                       kEvictNormal,
-                       kEvictNormal,
-                       narrow(chunk),
-                       p.chunk_bits,
-                       narrow(s.tokens),
+                       narrow(number),
+                       narrow(c.first_token),
+                       narrow(c.tokens),
+                       narrow(c.first_head),
+                       chunk_heads,
                        heads,
                        group,
                        width,
                        s.page == 128 ? 7 : 6,
                        narrow(p.most_tiles),
-                       chunk > 0 ? 1 : 0,
+                       number > 0 ? 1 : 0,
                        0,
                        static_cast<float>(a.softmax_scale),
-                       c_partials,
-                       c_sums,
-                       c_state,
-                       c_out,
-                       c_lse,
-                       c_scale,
+                       partials,
+                       sums,
+                       state,
+                       out,
+                       lse,
+                       v_scale,
                        out_token,
                        out_head,
                        lse_token,
                        lse_head,
                        scale_head,
-                       first,
-                       tail ? count : 0}});
-    if (!fused || chunk + 1 == p.chunks)
-      run(combine,
-          {static_cast<unsigned>(fused ? std::min(tokens_of(chunk) * s.heads, kCombiners * ctas)
-                                       : tokens_of(chunk) * s.heads)},
-          device, combine_params(chunk));
+                       first_token,
+                       beside ? tokens : 0,
+                       first_head}});
+    if (!fused || number + 1 == p.chunks) {
+      const I64 rows = c.tokens * p.chunk_heads;
+      run(combine, {static_cast<unsigned>(fused ? std::min(rows, kCombiners * ctas) : rows)}, device,
+          combine_params(c));
+    }
   }
 }
 
