@@ -10,7 +10,7 @@ from launch_checks import LaunchChecks, error_of, needs_variant, operators
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
 PLACES = 3
-EVICT_NORMAL = 0x1000000000000000
+EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
 STAGES = ("invert_count", "invert_scan", "invert_scatter")
 
 
@@ -76,10 +76,10 @@ def packs_every_parameter(driver):
         bins, row_tiles = scan.params[4:6]
         assert scan.params[:4] == [cu.data_ptr(), used.data_ptr(), formulation.data_ptr(), counts]
         tile_bits = 3 if rows == 16 else 4
-        assert scan.params[6:] == [tokens, 2, heads, 6 * page, blocks, 11, tile_bits]
+        assert scan.params[6:] == [tokens, 2, heads, 6 * page, blocks, 11, heads, tile_bits]
         chunks, tile_heads, entries = scatter.params[8:11]
         assert scatter.params[:8] == [*where, state, counts, bins, row_tiles]
-        assert scatter.params[11:] == [*strides, *shape, 11, tile_bits, tiles]
+        assert scatter.params[11:] == [*strides, *shape, 11, heads, tile_bits, segments, tiles]
 
         assert forward.entry == entry(f"prefill_{short[q]}_{short[kv]}_r{rows}")
         assert forward.grid == (MULTIPROCESSORS, 1, 1) and forward.block == (512, 1, 1)
@@ -93,15 +93,16 @@ def packs_every_parameter(driver):
             assert tensor_map.box == (64 if size == 2 else 128, page, 1, 1) and tensor_map.swizzle == 3
         partials, sums = forward.params[6:8]
         assert forward.params[3:6] == [chunks, tile_heads, entries]
-        assert forward.params[8:14] == [k_scale.data_ptr(), 4] + [EVICT_NORMAL] * 4
-        assert forward.params[14:25] == [0, 11, tokens, heads, group, 7, page_bits, tiles, 0, 0, 0.25]
-        assert forward.params[-1] == 0, "nothing to combine beside the first chunk"
+        assert forward.params[8:12] == [k_scale.data_ptr(), 4, EVICT_LAST, EVICT_NORMAL]
+        assert forward.params[12:17] == [0, 0, tokens, 0, heads]
+        assert forward.params[17:25] == [heads, group, 7, page_bits, tiles, 0, 0, 0.25]
+        assert forward.params[-2] == 0, "nothing to combine beside the first chunk"
 
         assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}")
         assert combine.grid == (min(tokens * heads, 6 * MULTIPROCESSORS), 1, 1)
         assert combine.params[:6] == [partials, sums, state, out.data_ptr(), lse.data_ptr(), v_scale.data_ptr()]
         lse_strides = [s * 4 for s in lse.stride()]
-        combine_shape = [0, 0, tokens, heads, group, 7, EVICT_NORMAL]
+        combine_shape = [0, 0, tokens, 0, heads, heads, group, 7]
         assert combine.params[6:] == [s * 2 for s in out.stride()[:2]] + lse_strides + combine_shape
         assert driver.last_overlap == 1
 
@@ -118,29 +119,32 @@ def packs_every_parameter(driver):
 
 @check
 def a_launch_combines_the_chunk_before(driver):
-    arguments = problem(tokens=1500)
-    first, *rest = launches(driver, *arguments, None, 8)[3:]
-    forwards, last = [first, *rest[:-1]], rest[-1]
-    assert len(forwards) == 6
-    for i, launch in enumerate(forwards):
-        assert launch.entry == entry("prefill_bf16_bf16_r16")
-        assert launch.params[14] == i and launch.params[22] == int(i > 0)
-        assert launch.params[6:8] == forwards[i % PLACES].params[6:8]
-        if i:
-            assert launch.params[25:27] == forwards[i - 1].params[6:8]
-            assert launch.params[-2:] == [(i - 1) * 256, 256]
-    assert len({x.params[6] for x in forwards}) == PLACES
-    assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (2 * (1500 - 5 * 256), 1, 1)
-    assert last.params[:2] == forwards[5].params[6:8] and last.params[11:13] == [5 * 256, 1500 - 5 * 256]
+    for chunk_heads in (2, 1):
+        arguments = problem(tokens=1500)
+        first, *rest = launches(driver, *arguments, None, 8, chunk_heads)[3:]
+        forwards, last = [first, *rest[:-1]], rest[-1]
+        tokens = [256] * 5 + [1500 - 5 * 256]
+        chunks = [(256 * i, n, head) for head in range(0, 2, chunk_heads) for i, n in enumerate(tokens)]
+        assert len(forwards) == len(chunks)
+        for i, launch in enumerate(forwards):
+            assert launch.entry == entry("prefill_bf16_bf16_r16")
+            assert launch.params[12:17] == [i, *chunks[i], chunk_heads] and launch.params[22] == int(i > 0)
+            assert launch.params[6:8] == forwards[i % PLACES].params[6:8]
+            if i:
+                assert launch.params[25:27] == forwards[i - 1].params[6:8]
+                assert launch.params[-3:] == list(chunks[i - 1])
+        assert len({x.params[6] for x in forwards}) == PLACES
+        assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (chunk_heads * tokens[-1], 1, 1)
+        assert last.params[:2] == forwards[-1].params[6:8] and last.params[11:15] == [*chunks[-1], chunk_heads]
 
 
 @check
 def wide_selections_are_combined_apart(driver):
-    stages = launches(driver, *problem(tokens=600, topk=32), None, 8)[3:]
+    stages = launches(driver, *problem(tokens=600, topk=32), None, 8, 2)[3:]
     names = [x.entry for x in stages]
     assert names == [entry("prefill_bf16_bf16_r16"), entry("prefill_combine_bf16_r16_wide")] * 3
     assert [x.grid for x in stages[1::2]] == [(512, 1, 1), (512, 1, 1), (176, 1, 1)]
-    assert all(x.params[-1] == 0 for x in stages[::2])
+    assert all(x.params[-2] == 0 for x in stages[::2])
 
 
 @check
@@ -154,11 +158,14 @@ def absent_outputs_scales_and_formulation_are_null(driver):
 
 
 @check
-def keeps_partials_within_bounds(driver):
-    # 64 query heads on 4: 264 KiB a token; three places of 1,024 tokens.
-    forward = launches(driver, *problem(tokens=2100, heads=(64, 4)))[3]
-    assert forward.params[15] == 10
-    assert launches(driver, *problem(tokens=2100, heads=(16, 1)))[3].params[15] == 11
+def chunks_follow_from_the_shape(driver):
+    """Few heads, many tokens; at most 272 MiB of partials; some ten tiles for a CTA."""
+    for tokens, heads, table, want in (
+        (17, (64, 4), 6, (10, 4)), (300, (64, 4), 6, (11, 2)), (512, (64, 4), 6, (11, 1)), (9000, (64, 4), 6, (11, 1)),
+        (9000, (64, 4), 1024, (12, 1)), (9000, (8, 1), 513, (12, 1)), (100, (12, 6), 6, (10, 6)),
+    ):  # fmt: skip
+        params = launches(driver, *problem(tokens=tokens, heads=heads, table=table))[1].params
+        assert tuple(params[11:13]) == want, (tokens, heads, params[11:13])
 
 
 @check
@@ -191,6 +198,7 @@ def refuses(driver):
     arguments = problem(tokens=3000, batch=1100, heads=(4, 4), table=8192)
     assert "too large lists" in error_of(attend, *arguments)
     assert "chunk_bits" in error_of(attend, *problem(), None, 7)
+    assert "chunk_heads" in error_of(attend, *problem(heads=(32, 4)), None, 8, 3)
     import torch
 
     assert "formulation" in error_of(attend, *problem(), torch.ones(3, dtype=torch.int32))
@@ -205,7 +213,7 @@ def test_parameters():
 @needs_variant
 def test_chunks():
     check.run(
-        "a_launch_combines_the_chunk_before", "wide_selections_are_combined_apart", "keeps_partials_within_bounds"
+        "a_launch_combines_the_chunk_before", "wide_selections_are_combined_apart", "chunks_follow_from_the_shape"
     )
 
 

@@ -271,7 +271,7 @@ void aot_sparse_attention_kv_stationary(Tensor out, std::optional<Tensor> lse, T
                                         Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k,
                                         double softmax_scale, bool causal, std::optional<Tensor> k_scale,
                                         std::optional<Tensor> v_scale, std::optional<Tensor> formulation,
-                                        std::int64_t chunk_bits) {
+                                        std::int64_t chunk_bits, std::int64_t chunk_heads) {
   const m3_sparse::DecodeArguments a{out,         lse,          q,         k_cache, v_cache, block_indices,
                                      block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale,
                                      causal};

@@ -177,8 +177,9 @@ class Count:
         unit, head, _ = cute.arch.block_idx()
         lane = thread & 31
         base = smem.base(128)
-        ptx.let_next_kernel_start()
         ptx.wait_for_previous_kernel()
+        # Not before the wait: the kernels that follow read offsets, lengths and ids ahead of theirs.
+        ptx.let_next_kernel_start()
         piece = pieces.find(cu_seqlens, seqused, unit, Int32(UNIT_BITS), requests, tokens, lane)
         span, sequence, first, last, stop, used = piece
         if first < last:
@@ -295,12 +296,12 @@ class Scan:
         segment, head, _ = cute.arch.block_idx()
         lane, warp = thread & 31, thread >> 5
         base = smem.base(128)
-        ptx.let_next_kernel_start()
-        ptx.wait_for_previous_kernel()
         piece = pieces.find(cu_seqlens, seqused, segment, chunk_bits, requests, tokens, lane)
         span, sequence, first, last, stop, used = piece
         used = ptx.clamp(used, Int32(0), reach) * takes_part(formulation, sequence, requests)
         used = ptx.select(first < last, used, Int32(0))
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
         row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
         first_unit = (first >> UNIT_BITS) + sequence
         last_unit = ((last - 1) >> UNIT_BITS) + sequence
@@ -416,10 +417,10 @@ class Scatter:
         unit, head, _ = cute.arch.block_idx()
         lane, warp = thread & 31, thread >> 5
         base = smem.base(128)
-        ptx.let_next_kernel_start()
-        ptx.wait_for_previous_kernel()
         piece = pieces.find(cu_seqlens, seqused, unit, Int32(UNIT_BITS), requests, tokens, lane)
         span, sequence, first, last, stop, used = piece
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
         if first < last:
             real = sequence < requests
             used = ptx.clamp(used, Int32(0), reach)

@@ -78,17 +78,17 @@ def step_of(number):
 
 
 class Prefill:
-    take_turns = False
+    take_turns, Q_STAGES, ROW_AHEAD = False, 2, True
     """One variant: dtype of q (and of the products) and of KV."""
 
     def __init__(self, q_dtype, kv_dtype, rows):
         self.dtype, self.kv_dtype, self.rows = q_dtype, kv_dtype, rows
         self.fp8 = kv_dtype in ("e4m3", "e5m2")
         self.tokens = 128 // rows  # of a tile
-        self.q_stages = 2
+        self.q_stages = self.Q_STAGES
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
         self.lift = 7.0 if q_dtype == "f16" else 0.0
-        self.combine = Partials(q_dtype, rows, row_ahead=not self.fp8)
+        self.combine = Partials(q_dtype, rows, row_ahead=self.ROW_AHEAD and not self.fp8)
         self.kv_at = 0
         self.q_at = KV_STAGES * TILE_BYTES
         self.raw_at = self.q_at + self.q_stages * TILE_BYTES

@@ -12,10 +12,10 @@ from test_decode_gpu import BF16, DEVICE, DTYPES, E4M3, FP16, assert_close, asse
 
 from m3_sparse import ops
 
-CHUNKS = (8, 11)  # log2 tokens
+CHUNKS = ((8, 0), (11, 1), (9, 1))  # log2 tokens, KV heads
 
 
-def run(args, options, chunk_bits=0, causal=True, formulation=None, softmax_scale=128**-0.5, with_lse=True):
+def run(args, options, chunk=(0, 0), causal=True, formulation=None, softmax_scale=128**-0.5, with_lse=True):
     """(out, lse) of the operator; outputs start as NaN, so a row that isn't written shows."""
     q, k_cache, v_cache, ids, table = args
     out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
@@ -23,15 +23,15 @@ def run(args, options, chunk_bits=0, causal=True, formulation=None, softmax_scal
     lengths = (options["cu_seqlens_q"], options["seqused_k"])
     scales = (options.get("k_scale"), options.get("v_scale"))
     attend = getattr(ops, "ops", ops).aot_sparse_attention_kv_stationary.default
-    attend(out, lse, q, k_cache, v_cache, ids, table, *lengths, softmax_scale, causal, *scales, formulation, chunk_bits)
+    attend(out, lse, q, k_cache, v_cache, ids, table, *lengths, softmax_scale, causal, *scales, formulation, *chunk)
     return out, lse
 
 
 def check(args, options, want, causal=True, what=""):
-    results = [run(args, options, bits, causal) for bits in CHUNKS]
-    for bits, result in zip(CHUNKS, results):
-        assert_close(result, want, f"{what} chunk 2^{bits}")
-        assert_same(result, results[0], f"{what} chunk 2^{bits}")
+    results = [run(args, options, chunk, causal) for chunk in CHUNKS]
+    for chunk, result in zip(CHUNKS, results):
+        assert_close(result, want, f"{what} chunk {chunk}")
+        assert_same(result, results[0], f"{what} chunk {chunk}")
 
 
 # ---- values

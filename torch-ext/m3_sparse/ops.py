@@ -228,6 +228,10 @@ if hasattr(ops, "aot_merge_states"):
     def _(*arguments, **options):
         return None
 
+    @torch.library.register_fake(add_op_namespace_prefix("aot_sparse_attention_kv_stationary"))
+    def _(*arguments, **options):
+        return None
+
     @torch.library.register_fake(add_op_namespace_prefix("aot_store_kv"))
     def _(*arguments):
         return None
