@@ -96,13 +96,14 @@ def packs_every_parameter(driver):
         assert forward.params[8:12] == [k_scale.data_ptr(), 4, EVICT_LAST, EVICT_NORMAL]
         assert forward.params[12:17] == [0, 0, tokens, 0, heads]
         assert forward.params[17:25] == [heads, group, 7, page_bits, tiles, 0, 0, 0.25]
-        assert forward.params[-2] == 0, "nothing to combine beside the first chunk"
+        assert forward.params[-3] == 0, "nothing to combine beside the first chunk"
 
         assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}")
         assert combine.grid == (min(tokens * heads, 6 * MULTIPROCESSORS), 1, 1)
         assert combine.params[:6] == [partials, sums, state, out.data_ptr(), lse.data_ptr(), v_scale.data_ptr()]
         lse_strides = [s * 4 for s in lse.stride()]
-        combine_shape = [0, 0, tokens, 0, heads, heads, group, 7]
+        assert forward.params[-1] == 1
+        combine_shape = [0, 0, tokens, 0, heads, heads, group, 7, 1]
         assert combine.params[6:] == [s * 2 for s in out.stride()[:2]] + lse_strides + combine_shape
         assert driver.last_overlap == 1
 
@@ -132,7 +133,7 @@ def a_launch_combines_the_chunk_before(driver):
             assert launch.params[6:8] == forwards[i % PLACES].params[6:8]
             if i:
                 assert launch.params[25:27] == forwards[i - 1].params[6:8]
-                assert launch.params[-3:] == list(chunks[i - 1])
+                assert launch.params[-4:] == [*chunks[i - 1], 0]
         assert len({x.params[6] for x in forwards}) == PLACES
         assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (chunk_heads * tokens[-1], 1, 1)
         assert last.params[:2] == forwards[-1].params[6:8] and last.params[11:15] == [*chunks[-1], chunk_heads]
@@ -144,7 +145,7 @@ def wide_selections_are_combined_apart(driver):
     names = [x.entry for x in stages]
     assert names == [entry("prefill_bf16_bf16_r16"), entry("prefill_combine_bf16_r16_wide")] * 3
     assert [x.grid for x in stages[1::2]] == [(512, 1, 1), (512, 1, 1), (176, 1, 1)]
-    assert all(x.params[-2] == 0 for x in stages[::2])
+    assert all(x.params[-3] == 0 for x in stages[::2])
 
 
 @check

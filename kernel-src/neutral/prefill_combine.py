@@ -61,6 +61,7 @@ class PrefillCombine:
         kv_heads: Int32,
         group: Int32,
         width: Int32,
+        selective: Int32,  # not 0: some sequences may not take part
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -90,6 +91,7 @@ class PrefillCombine:
                 kv_heads,
                 group,
                 width,
+                selective,
             )
 
     @cute.jit
@@ -192,6 +194,7 @@ class PrefillCombine:
         kv_heads: Int32,
         group: Int32,
         width: Int32,
+        selective: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -213,11 +216,12 @@ class PrefillCombine:
             kv_heads,
             group,
             width,
+            selective,
         ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.dynamic_smem, stream=stream)
 
 
 def programs():
-    example = [Int64(16)] * 11 + [Int32(1)] * 7
+    example = [Int64(16)] * 11 + [Int32(1)] * 8
     return [
         Program(f"prefill_combine_{dtype}_r{rows}{'_wide' if wide else ''}", PrefillCombine(dtype, rows, wide), example)
         for dtype in ("bf16", "f16")

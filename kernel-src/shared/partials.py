@@ -104,6 +104,15 @@ class Partials:
         return result
 
     @cute.jit
+    def some_take_part(self, state: Int64, first: Int32, stop: Int32, chunk_heads: Int32, kv_heads: Int32, lane: Int32):
+        """1 if some row is of a sequence that takes part; by each warp for itself."""
+        some = Int32(0)
+        for row in cutlass.range(first + lane, stop, 32, unroll=1):
+            _, mine = self.load_state(state, row, (chunk_heads, kv_heads), Int32(1))
+            some = some | mine
+        return Int32(ptx.ballot(some) != 0)
+
+    @cute.jit
     def walk(
         self,
         ring: Int32,
@@ -128,12 +137,16 @@ class Partials:
         kv_heads: Int32,  # in all
         group: Int32,
         width: Int32,
+        selective: Int32,  # not 0: some sequences may not take part
     ):
-        if first < stop:
-            lane = thread & 31
+        lane = thread & 31
+        state = state + (Int64(first_token) * Int64(kv_heads) + Int64(first_head)) * 8
+        heads = (chunk_heads, kv_heads)
+        work = Int32(first < stop)
+        if (selective & work) != 0:
+            work = self.some_take_part(state, first, stop, chunk_heads, kv_heads, lane)
+        if work != 0:
             place = ring + thread * 16
-            state = state + (Int64(first_token) * Int64(kv_heads) + Int64(first_head)) * 8
-            heads = (chunk_heads, kv_heads)
             mask, mine = self.load_state(state, first, heads, Int32(1))
             mask_n, mine_n = self.load_state(state, first + 1, heads, Int32(first + 1 < stop))
             numbers, ok = self.load_sums(sums, first, width, mask, thread)

@@ -60,7 +60,7 @@ from shared.program import Program
 
 THREADS, CONSUMER_WARPS = 512, 8
 FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
-REGISTERS = (40, 72, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
+REGISTERS = (32, 80, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 TILE_BYTES = 32768  # 128 x 128 x 2
 HALF = TILE_BYTES // 2  # of 64 columns
 RAW_BYTES = 16384
@@ -150,6 +150,7 @@ class Prefill:
         combine_token: Int32,
         combine_tokens: Int32,
         combine_head: Int32,
+        selective: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -197,6 +198,7 @@ class Prefill:
                 kv_heads,
                 group,
                 width,
+                selective,
             )
         else:
             if early == 0:
@@ -730,6 +732,7 @@ class Prefill:
         combine_token: Int32,
         combine_tokens: Int32,
         combine_head: Int32,
+        selective: Int32,
         stream: cuda.CUstream,
     ):
         maps = [hopper.example_map(BFloat16) for _ in range(3)]
@@ -771,10 +774,11 @@ class Prefill:
             combine_token,
             combine_tokens,
             combine_head,
+            selective,
         ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
 
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 3
+    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 4
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
     return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]

@@ -45,12 +45,13 @@ using ForwardParams =
                    I32, I32, I32, I32, I32, I32, I32,  // Hkv, group, K, log2 page, most tiles, early, 0
                    float,
                    // the combination of the chunk before: as CombineParams, its first token, tokens, first head
-                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32, I32>;
+                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32, I32,
+                   I32>;  // some sequences may not take part
 using CombineParams = launch::Params<Address, Address, Address, Address, Address,
                                      Address,                  // partials, sums, state, out, lse, v_scale
                                      I64, I64, I64, I64, I64,  // bytes: out token, head; lse token, head; v_scale head
                                      I32, I32, I32, I32,       // chunk: first token, tokens, first head, heads
-                                     I32, I32, I32>;           // Hkv, group, K
+                                     I32, I32, I32, I32>;      // Hkv, group, K; some sequences may not take part
 
 static_assert(CountParams::match_all(cubins::invert_count));
 static_assert(ScanParams::match_all(cubins::invert_scan));
@@ -319,6 +320,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
   const Program forward = forward_program(a.q.scalar_type(), a.k_cache.scalar_type(), p.rows);
   const bool fused = s.width <= kMostFusedSlots;
   const Program combine = combine_program(a.q.scalar_type(), p.rows, !fused);
+  const I32 selective = formulation != nullptr ? 1 : 0;
   struct Chunk {
     I64 first_token, tokens, first_head, place;
   };
@@ -341,7 +343,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
     const Chunk c = chunk_of(number);
     const bool beside = fused && number > 0;
     const auto [partials, sums, state, out, lse, v_scale, out_token, out_head, lse_token, lse_head, scale_head,
-                first_token, tokens, first_head, chunk_heads, heads, group, width] =
+                first_token, tokens, first_head, chunk_heads, heads, group, width, some] =
         combine_params(beside ? chunk_of(number - 1) : c).values;
     run(forward, {static_cast<unsigned>(ctas)}, device,
         ForwardParams{{q_map,
@@ -382,7 +384,8 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        scale_head,
                        first_token,
                        beside ? tokens : 0,
-                       first_head}});
+                       first_head,
+                       some}});
     if (!fused || number + 1 == p.chunks) {
       const I64 rows = c.tokens * p.chunk_heads;
       run(combine, {static_cast<unsigned>(fused ? std::min(rows, kCombiners * ctas) : rows)}, device,
