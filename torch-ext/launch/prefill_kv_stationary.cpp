@@ -336,7 +336,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                           a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
                           a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
                           narrow(c.first_token), narrow(c.tokens), narrow(c.first_head), p.chunk_heads, narrow(s.heads),
-                          narrow(s.group), narrow(s.width)}};
+                          narrow(s.group), narrow(s.width), selective}};
   };
   const I64 ctas = launch::multiprocessors(device);
   for (I64 number = 0; number < p.chunks; ++number) {
