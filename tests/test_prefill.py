@@ -160,9 +160,9 @@ def absent_outputs_scales_and_formulation_are_null(driver):
 
 @check
 def chunks_follow_from_the_shape(driver):
-    """Few heads, many tokens; at most 272 MiB of partials; some ten tiles for a CTA."""
+    """Few heads, many tokens; at most 272 MiB of partials; some twenty tiles for a CTA."""
     for tokens, heads, table, want in (
-        (17, (64, 4), 6, (10, 4)), (300, (64, 4), 6, (11, 2)), (512, (64, 4), 6, (11, 1)), (9000, (64, 4), 6, (11, 1)),
+        (17, (64, 4), 6, (10, 4)), (300, (64, 4), 6, (10, 4)), (512, (64, 4), 6, (11, 2)), (1024, (64, 4), 6, (11, 1)), (9000, (64, 4), 6, (11, 1)),
         (9000, (64, 4), 1024, (12, 1)), (9000, (8, 1), 513, (12, 1)), (100, (12, 6), 6, (10, 6)),
     ):  # fmt: skip
         params = launches(driver, *problem(tokens=tokens, heads=heads, table=table))[1].params

@@ -110,7 +110,9 @@ def test_large_logits(dtype, scale):
 def test_large_values_fit_fp16_partials():
     args, options = big_problem([40], [1000], heads=(16, 1), q=FP16, kv=FP16)
     args[2].mul_(60000 / args[2].abs().max())
-    check(args, options, exact(args, options))
+    want = exact(args, options)[0]
+    out = run(args, options)[0].double()
+    assert bool(out.isfinite().all()) and float((out - want).norm() / want.norm()) <= 5e-3
 
 
 # ---- what is left alone, what is written
