@@ -10,7 +10,7 @@ lse = ln L + M ln 2, over the slots in the row's mask. Slots are summed in ascen
 the row.
 
 `walk` (K <= 16): 128 threads. A thread copies its own 16 bytes of each slot's unit to its own place in shared memory with
-cp.async, 16 or 32 deep, and reads them back: no barrier, few registers, 32 or 64 KiB under way. Weights are made by 16 lanes a pair
+cp.async, 16 deep, and reads them back: no barrier, few registers, 32 KiB under way. Weights are made by 16 lanes a pair
 of query heads, one barrier a row.
 """
 
@@ -24,18 +24,15 @@ UNIT_BYTES = 2048
 SLOTS = 16
 BATCH = 4  # slots of a group of copies
 THREADS = 128
-STEP_BYTES = SLOTS * THREADS * 16  # a unit of every slot
 BARRIER = 1
 
 
 class Partials:
+    ring_bytes = SLOTS * THREADS * 16
     weights_bytes = 2 * 16 * SLOTS * 4
 
-    def __init__(self, dtype, rows, row_ahead=False):
-        """`row_ahead`: all units of the next row are under way, else one unit."""
+    def __init__(self, dtype, rows):
         self.rows, self.units = rows, rows // 8
-        self.depth = self.units if row_ahead else 1  # units
-        self.ring_bytes = self.depth * STEP_BYTES
         self.unpack = ptx.unpack_bf16 if dtype == "bf16" else ptx.unpack_fp16
         self.pack = ptx.pack_bf16 if dtype == "bf16" else ptx.pack_fp16
         self.value_bytes, self.sums_bytes = rows * 256, rows * 8  # of a slot
@@ -152,9 +149,8 @@ class Partials:
             numbers, ok = self.load_sums(sums, first, width, mask, thread)
             row_bytes = Int64(width) * self.value_bytes
             values = partials + Int64(first) * row_bytes + Int64(thread * 16)
-            for unit in cutlass.range_constexpr(self.depth):
-                for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
-                    self.copy_batch(place + unit * STEP_BYTES, values + unit * UNIT_BYTES, width, mask, slot)
+            for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
+                self.copy_batch(place, values, width, mask, slot)
             acc = cute.make_rmem_tensor(cute.make_layout(8), Float32)
             for row in cutlass.range(first, stop, 1, unroll=1):
                 token = row // chunk_heads
@@ -178,16 +174,15 @@ class Partials:
                 for unit in cutlass.range_constexpr(self.units):
                     for i in cutlass.range_constexpr(8):
                         acc[i] = Float32(0.0)
-                    # The copies that follow this unit's: `depth` units on.
-                    next_row = unit + self.depth >= self.units
-                    ahead = values + (unit + self.depth) % self.units * UNIT_BYTES + (row_bytes if next_row else 0)
+                    # A copy that has been added makes room for the same slot of the next unit.
+                    next_row = unit + 1 == self.units
+                    ahead = values + (row_bytes if next_row else (unit + 1) * UNIT_BYTES)
                     mask_ahead = mask_n * more if next_row else mask
-                    mine_at = place + unit % self.depth * STEP_BYTES
                     heads_weights = buffer + (unit * 8 + (lane >> 2)) * (SLOTS * 4)
                     for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
-                        smem.copies_wait(self.depth * SLOTS // BATCH - 1)
-                        self.add_batch(acc, mine_at, heads_weights, slot)
-                        self.copy_batch(mine_at, ahead, width, mask_ahead, slot)
+                        smem.copies_wait(SLOTS // BATCH - 1)
+                        self.add_batch(acc, place, heads_weights, slot)
+                        self.copy_batch(place, ahead, width, mask_ahead, slot)
                     words = [self.pack(acc[2 * k], acc[2 * k + 1]) for k in range(4)]
                     words = self.transpose(words, lane & 3)
                     query = unit * 8 + (lane >> 2)

@@ -32,7 +32,7 @@ Chunks
     combination of chunk c - 2, whose place launch c + 1 writes.
 
 Shared memory (bytes)
-    K and V 3 x 32,768 in turn, Q 2 x 32,768, combine 32,768 (65,536 without fp8), fp8: raw K and V 16,384 each
+    K and V 3 x 32,768 in turn, Q 3 x 32,768 (fp8: 2, and raw K and V of 16,384 each), combine 32,768
     then mbarriers, for each stage of Q what the consumers must know of the tile, and the weights of a combined row
 
 Partials
@@ -68,7 +68,6 @@ KV_STAGES = 3
 HEAD_BYTES, META_BYTES = 32, 128
 NEW, LAST = 1, 2  # flags of a tile: first, last of its block in this CTA
 WIDENERS = 96
-TURN = 2  # named barriers of the two consumer warpgroups
 
 
 def step_of(number):
@@ -78,17 +77,16 @@ def step_of(number):
 
 
 class Prefill:
-    take_turns, Q_STAGES, ROW_AHEAD = False, 2, True
     """One variant: dtype of q (and of the products) and of KV."""
 
     def __init__(self, q_dtype, kv_dtype, rows):
         self.dtype, self.kv_dtype, self.rows = q_dtype, kv_dtype, rows
         self.fp8 = kv_dtype in ("e4m3", "e5m2")
         self.tokens = 128 // rows  # of a tile
-        self.q_stages = self.Q_STAGES
+        self.q_stages = 2 if self.fp8 else 3
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
         self.lift = 7.0 if q_dtype == "f16" else 0.0
-        self.combine = Partials(q_dtype, rows, row_ahead=self.ROW_AHEAD and not self.fp8)
+        self.combine = Partials(q_dtype, rows)
         self.kv_at = 0
         self.q_at = KV_STAGES * TILE_BYTES
         self.raw_at = self.q_at + self.q_stages * TILE_BYTES
@@ -552,9 +550,6 @@ class Prefill:
         done0, done1 = Int32(-1), Int32(-1)
         for i in cutlass.range_constexpr(64):
             O[i] = Float32(0.0)
-        if cutlass.const_expr(self.take_turns):
-            if warp >= 4:
-                hopper.named_barrier_arrive(TURN, 256)
         for tile in cutlass.range(first, stop - 1, 1, unroll=1):
             smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
             entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
@@ -563,8 +558,6 @@ class Prefill:
                 self.wait_for_block(base, k_use)
             k_stage = step_of(k_use)[0]
             q = base + self.q_at + stage * TILE_BYTES + group_at
-            if cutlass.const_expr(self.take_turns):
-                hopper.named_barrier(TURN + (warp >> 2), 256)
             self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
             # The tile before last goes out while the keys are multiplied; its registers then take the next product.
             self.store_partial(O, lane, done0, done1, partials)
@@ -574,8 +567,6 @@ class Prefill:
                 self.wait_for_block(base, v_use)
             v_stage = step_of(v_use)[0]
             self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES)
-            if cutlass.const_expr(self.take_turns):
-                hopper.named_barrier_arrive(TURN + 1 - (warp >> 2), 256)
             hopper.wait(1, S)
             self.release(base, lane, "q_empty", stage, Int32(1))
             self.release(base, lane, "kv_empty", k_stage, flags_n & LAST)
