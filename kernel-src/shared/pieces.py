@@ -8,7 +8,6 @@ leaves out are empty pieces.
 Offsets are data that may be wrong. Whatever they hold, a piece lies within its span and within the T tokens.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
