@@ -84,12 +84,13 @@ CUkernel prepare(const Image& image, int device, unsigned cluster) {
   const auto set = [&](CUfunction_attribute attribute, int value) {
     check(d.KernelSetAttribute(attribute, value, state.kernel, device), "cuKernelSetAttribute");
   };
-  // 48 KiB of dynamic shared memory need no attribute. A kernel that wants more is laid out for several CTAs an SM,
-  // which the default split between L1 and shared memory would not admit.
-  if (image.dynamic_smem > 48 * 1024) {
+  // 48 KiB of dynamic shared memory need no attribute.
+  if (image.dynamic_smem > 48 * 1024)
     set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(image.dynamic_smem));
+  // A kernel that wants much is laid out for several CTAs an SM, which the default split between L1 and shared memory
+  // would not admit.
+  if (image.dynamic_smem > 32 * 1024)
     set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
-  }
   if (cluster > 8) set(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
   state.ready_devices.fetch_or(bit, std::memory_order_release);
   return state.kernel;
