@@ -11,11 +11,16 @@ protocol.py. Every shape's answer is checked first on some rows against float64.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-import protocol
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import definitions  # noqa: E402
+import protocol  # noqa: E402
 
 PAGE = 128
 # heads, batch, q_len, kv_len, causal
@@ -80,6 +85,27 @@ def contiguous(inputs, batch):
     query, k_cache, v_cache, table = inputs
     keys, values = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (k_cache, v_cache))
     return query.unflatten(0, (batch, -1)).transpose(1, 2), keys, values
+
+
+class DenseAttention(protocol.Benchmark):
+    """One query each of 4 requests at 1,024 tokens; 64 query and 4 KV heads."""
+
+    seed = 0
+    batch, length, heads = 4, 1024, 4
+
+    def setup(self) -> None:
+        self.k, self.v, _, self.table = definitions.paged(
+            self.batch, self.length, self.heads, torch.bfloat16, self.device
+        )
+        self.q = torch.randn(self.batch, 16 * self.heads, 128, device=self.device).bfloat16()
+        self.lengths = definitions.lengths(self.batch, self.length, self.device)
+
+    def benchmark_bf16(self) -> None:
+        self.out = self.kernel.dense_attention(self.q, self.k, self.v, self.table, **self.lengths)
+
+    def verify_bf16(self) -> torch.Tensor:
+        every = torch.arange(self.table.shape[1], device=self.device)
+        return definitions.attention(self.q, self.k, self.v, self.table, every.expand(self.batch, self.heads, -1))
 
 
 def main():

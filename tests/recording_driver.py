@@ -49,6 +49,8 @@ class Launch:
     shared_bytes: int
     stream: int
     params: list
+    overlap: int = 0  # may start before its predecessor in the stream has ended
+    carveout: int = -1  # percent of shared memory asked for, or -1
 
 
 class RecordingDriver:
@@ -94,5 +96,6 @@ class RecordingDriver:
             else:
                 values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
+        launch.overlap, launch.carveout = self.last_overlap, self.library.recording_last_carveout()
         self.launches.append(launch)
         return 0

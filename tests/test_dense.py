@@ -19,16 +19,25 @@ def ceil_div(a, b):
 
 
 def dense_plan(tokens, requests, q_heads, kv_heads, reach, multiprocessors=MULTIPROCESSORS):
-    """(rows, splits): the choice of torch-ext/launch/dense.cpp."""
+    """(rows, neighbours_log2, splits): the choice of torch-ext/launch/dense.cpp."""
     group = q_heads // kv_heads
     rows = 64 if tokens * group <= 64 * requests else 128
     tiles = requests * ceil_div(ceil_div(tokens, requests), rows // group) * kv_heads
     most = max(1, min(32, reach // 512, (16 << 20) // (tokens * q_heads * 129 * 4)))
+    blocks = ceil_div(reach, 128)
 
     def time(splits):
-        return ceil_div(tiles * splits, multiprocessors) * (ceil_div(ceil_div(reach, 128), splits) + 2)
+        waves = ceil_div(tiles * splits, multiprocessors)
+        work = max(waves * (2 * ceil_div(blocks, splits) + 5), 2 * ceil_div(requests * kv_heads * blocks, 100))
+        return work + (5 + splits if splits > 1 else 0)
 
-    return rows, min(range(1, most + 1), key=time)
+    side_by_side = [n for n in range(8) if kv_heads % 2**n == 0 and (n == 0 or 2**n * reach * 512 <= 32 << 20)]
+    return rows, max(side_by_side), min(range(1, most + 1), key=time)
+
+
+def grid(tokens, requests, tile_tokens, kv_heads, neighbours_log2, splits):
+    tiles = (tokens + (requests + 1) * (tile_tokens - 1)) // tile_tokens
+    return tiles << neighbours_log2, kv_heads >> neighbours_log2, splits
 
 
 def program(dtype, rows):
@@ -67,10 +76,10 @@ def packs_every_parameter(driver):
         k_scale, v_scale = torch.ones(2), torch.ones(1)
         attend(out, lse, query, k_cache, v_cache, table, cu, used, 0.25, causal, k_scale, v_scale)
         launch = driver.launches.pop()
-        rows, splits = dense_plan(tokens, 2, 32, 2, 3 * page)
+        rows, neighbours_log2, splits = dense_plan(tokens, 2, 32, 2, 3 * page)
         tile = rows // 16
         assert splits == 1 and launch.entry == program(dtype, rows)
-        assert launch.grid == ((tokens + 3 * (tile - 1)) // tile, 2, 1) and launch.block == (128 + 2 * rows, 1, 1)
+        assert launch.grid == grid(tokens, 2, tile, 2, neighbours_log2, 1) and launch.block == (128 + 2 * rows, 1, 1)
         assert launch.shared_bytes == driver.manifests[launch.entry]["dynamic_smem"]
         q_map, *maps = launch.params[:3]
         assert (q_map.base, q_map.extents, q_map.box) == (query.data_ptr(), (128, 16, 2, tokens), (64, 16, 1, tile))
@@ -80,7 +89,7 @@ def packs_every_parameter(driver):
             assert found.strides == tuple(2 * cache.stride(i) for i in (2, 1, 0)) and found.swizzle == 3
         want = [t.data_ptr() for t in (table, cu, used, out, lse, k_scale, v_scale)]
         want += [36, 0, *(2 * s for s in out.stride()[:2]), 0, *(4 * s for s in lse.stride()), 4, 0]
-        want += [tokens, 2, 3, 5, int(page == 64), 3 * page, 16, tile, int(causal), 1, 0.25]
+        want += [tokens, 2, 3, 5, int(page == 64), 3 * page, 16, tile, neighbours_log2, int(causal), 1, 0.25]
         assert launch.params[3:] == want
     assert not driver.launches
 
@@ -95,7 +104,7 @@ def splits_write_states_and_merge_them(driver):
         arguments[1] = lse
         attend(*arguments, 3)
         merge, launch = driver.launches.pop(), driver.launches.pop()
-        assert launch.entry == program("bfloat16", 64) and launch.grid[1:] == (2, 3)
+        assert launch.entry == program("bfloat16", 64) and launch.grid[1:] == (1, 3)
         states, lses = launch.params[6:8]
         assert launch.params[11:17] == [4 * 32 * 512, 32 * 512, 512, 4 * 32 * 4, 32 * 4, 4]
         assert launch.params[-2] == 3
@@ -169,20 +178,22 @@ def chooses_the_plan_by_shape(driver):
     for tokens, requests, heads, width in (
         (1, 1, (64, 4), 256), (16, 16, (64, 4), 256), (64, 64, (64, 4), 256), (40, 40, (64, 4), 256), (1, 1, (64, 4), 3),
         (4, 1, (64, 4), 64), (5, 1, (64, 4), 64), (128, 1, (64, 4), 512), (512, 1, (64, 4), 512), (33, 1, (1, 1), 512),
-        (3000, 7, (64, 4), 8), (9, 3, (12, 1), 100), (1, 1, (5, 1), 9000), (132, 132, (16, 1), 64),
+        (3000, 7, (64, 4), 8), (3000, 7, (24, 12), 80), (9, 3, (12, 1), 100), (1, 1, (5, 1), 9000), (132, 132, (16, 1), 64),
     ):  # fmt: skip
         attend(*problem(tokens=tokens, batch=requests, heads=heads, width=width))
-        rows, splits = dense_plan(tokens, requests, *heads, width * 128)
+        rows, neighbours_log2, splits = dense_plan(tokens, requests, *heads, width * 128)
         if splits > 1:
             driver.launches.pop()
         launch = driver.launches.pop()
         tile = rows // (heads[0] // heads[1])
         case = (tokens, requests, heads, width)
         assert launch.entry == program("bfloat16", rows) and launch.params[-2] == splits, case
-        assert launch.grid == ((tokens + (requests + 1) * (tile - 1)) // tile, heads[1], splits), case
+        assert launch.params[-4] == neighbours_log2, case
+        assert launch.grid == grid(tokens, requests, tile, heads[1], neighbours_log2, splits), case
         assert not driver.launches
-    assert dense_plan(1, 1, 64, 4, 32768) == (64, 32) and dense_plan(64, 64, 64, 4, 32768) == (64, 1)
-    assert dense_plan(16, 16, 64, 4, 32768) == (64, 2) and dense_plan(8192, 1, 64, 4, 8192) == (128, 1)
+    assert dense_plan(1, 1, 64, 4, 32768) == (64, 1, 20) and dense_plan(64, 64, 64, 4, 32768) == (64, 1, 1)
+    assert dense_plan(16, 16, 64, 4, 32768) == (64, 1, 2) and dense_plan(8192, 1, 64, 4, 8192) == (128, 2, 1)
+    assert dense_plan(32768, 1, 64, 4, 32768) == (128, 1, 1) and dense_plan(16384, 2, 16, 16, 8192) == (128, 3, 1)
 
 
 @check

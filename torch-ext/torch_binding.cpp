@@ -13,9 +13,7 @@
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
-#include "launch/decode_select.h"
 #include "launch/dense.h"
-#include "launch/launch.h"
 #include "launch/prefill.h"
 #include "launch/prefill_kv_stationary.h"
 #include "launch/prefill_score.h"
@@ -295,19 +293,11 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
   }
   if (chosen == Selection::stored) {
     m3_sparse::prefill_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
-    return m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, true);
+    return m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, 100);
   }
-  if (!wanted) {
-    const int device = index_q.is_cpu() ? -1 : static_cast<int>(index_q.get_device_index());
-    const unsigned cluster = m3_sparse::plan_cluster(index_q.size(0), seqused_k.size(0), index_q.size(1),
-                                                     scores->size(2), m3_sparse::launch::multiprocessors(device));
-    if (cluster != 0)
-      return m3_sparse::decode_select(out, *scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k,
-                                      local_blocks, init_blocks, cluster);
-  }
-  const bool scored =
+  const int carveout =
       m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
-  m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, scored);
+  m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, carveout);
 }
 
 void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
@@ -357,7 +347,7 @@ void aot_sparse_attention_kv_stationary(Tensor out, std::optional<Tensor> lse, T
                                         Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k,
                                         double softmax_scale, bool causal, std::optional<Tensor> k_scale,
                                         std::optional<Tensor> v_scale, std::optional<Tensor> formulation,
-                                        std::int64_t chunk_bits) {
+                                        std::int64_t chunk_bits, std::int64_t chunk_heads) {
   const m3_sparse::DecodeArguments a{out,         lse,          q,         k_cache, v_cache, block_indices,
                                      block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale,
                                      causal};
@@ -367,11 +357,13 @@ void aot_sparse_attention_kv_stationary(Tensor out, std::optional<Tensor> lse, T
                                    formulation->size(0) == seqused_k.size(0) && same_device(*formulation, q)),
       "formulation: expected contiguous int32 [B] on q's device");
   STD_TORCH_CHECK(chunk_bits == 0 || (chunk_bits >= 8 && chunk_bits <= 20), "chunk_bits: expected 0 or 8 to 20");
+  STD_TORCH_CHECK(chunk_heads == 0 || (chunk_heads > 0 && k_cache.size(1) % chunk_heads == 0),
+                  "chunk_heads: expected 0 or a divisor of the KV heads");
   const char* refusal = m3_sparse::kv_stationary_refuses(a);
   STD_TORCH_CHECK(refusal == nullptr, refusal ? refusal : "");
   if (!all_rows_empty(a))
     m3_sparse::prefill_kv_stationary(a, formulation.has_value() ? formulation->data_ptr() : nullptr,
-                                     static_cast<int>(chunk_bits));
+                                     static_cast<int>(chunk_bits), static_cast<int>(chunk_heads));
 }
 
 void aot_dense_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
@@ -485,13 +477,14 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   // The lists of the union tiles as they lie in memory (launch/prefill_union.cpp).
   ops.def(
       "aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, "
-      "Tensor seqused_k, bool causal, float threshold=2.0) -> Tensor");
+      "Tensor seqused_k, bool causal, float threshold=0.0) -> Tensor");
   // The KV-stationary prefill by itself: `formulation` [B] leaves out the sequences without a 1, `chunk_bits` is the
-  // log2 of the tokens of a chunk (0: by shape).
+  // log2 of the tokens of a chunk, `chunk_heads` its KV heads (0: by shape).
   ops.def(
       "aot_sparse_attention_kv_stationary(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, "
       "Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, "
-      "bool causal, Tensor? k_scale, Tensor? v_scale, Tensor? formulation=None, int chunk_bits=0) -> ()");
+      "bool causal, Tensor? k_scale, Tensor? v_scale, Tensor? formulation=None, int chunk_bits=0, int chunk_heads=0) "
+      "-> ()");
   ops.def("aot_merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()");
 }
 

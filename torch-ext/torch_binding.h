@@ -63,4 +63,5 @@ void aot_sparse_attention_kv_stationary(torch::stable::Tensor out, std::optional
                                         torch::stable::Tensor seqused_k, double softmax_scale, bool causal,
                                         std::optional<torch::stable::Tensor> k_scale,
                                         std::optional<torch::stable::Tensor> v_scale,
-                                        std::optional<torch::stable::Tensor> formulation, std::int64_t chunk_bits);
+                                        std::optional<torch::stable::Tensor> formulation, std::int64_t chunk_bits,
+                                        std::int64_t chunk_heads);

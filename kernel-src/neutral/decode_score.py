@@ -10,10 +10,10 @@ Tile picture
     grid (split, request, column group), CTA = 4 warps. A column is a (token, head) pair of the request, COLUMNS = 8 x
     tiles of them side by side: they share every key that is read. CTA `split` takes the blocks split, split + splits,
     ...: the split depends on shapes alone, and any length keeps all CTAs busy. Of a block, warp w has the tokens 32w ..
-    32w+31. One mma.sync m16n8k16 per 16 keys (rows), 8 columns and 16 dims.
+    32w+31. Columns are the rows of mma.sync m16n8k16, keys its columns.
 
 Keys (shared/index_tile.py)
-    go from global memory straight into the MMA's registers. The next block's keys of a slab (16 keys) are requested as
+    go from global memory straight into the MMA's registers. The next block's keys of a slab (8 keys) are requested as
     soon as this block's have been used. The warps' maxima meet in shared memory, one CTA barrier a block, two buffers.
 
 Order
@@ -22,8 +22,9 @@ Order
 
 Budget
     Bytes: 256 (16-bit) or 128 (fp8) per key, once per 32 columns. 4.3 TB/s x 1 us / 132 SMs needs 33 KB in flight per
-    SM; here 16 warps x 8 KiB (16-bit) or 24 x 4 KiB (fp8) at one tile. Issue slots per 4 KiB of 16-bit keys at that
-    rate: 880, used about 60 with one tile and 180 with four.
+    SM; here 16 warps x 8 KiB (16-bit) or 4 KiB (fp8) at one tile, for which L1 needs lines: the carveout matters
+    (torch-ext/launch/decode_score.cpp). Issue slots per 4 KiB of keys at that rate: 880, used about 100 with one tile,
+    170 with four, 235 with fp8 keys and one tile.
 
 Limits
     head_dim 128; pages of 64 or 128 tokens; T * Hi < 2^31, table reach < 2^31 tokens; key and query bases and byte
@@ -42,10 +43,6 @@ from shared.program import Program
 
 WARPS = 4
 THREADS = 32 * WARPS
-# Up to this batch the first keys are fetched ahead. H200, 32k, select: one request 7.3 -> 6.7 us (bf16), 6.4 -> 5.7 (fp8);
-# 16 requests 39.7 -> 38.5, 24.8 -> 22.9; 64 requests at 128k 493 -> 502: there the scan itself fills the memory bus.
-WARM_REQUESTS = 16
-
 # Columns / 8 -> CTAs per SM that the registers allow, for 16-bit and for fp8 keys. One tile is a plain decode step with
 # up to 8 heads; two and four are verify steps of 4 and 8 tokens with 4 heads. More columns are further column groups.
 TILES = {1: (4, 4), 2: (3, 3), 4: (2, 2)}
@@ -91,6 +88,7 @@ class DecodeScore(IndexTile):
         table_width: Int32,
         page_shift: Int32,  # log2(page size): 6 or 7
         num_blocks: Int32,  # of a score row
+        ahead: Int32,  # 1: fetch the first keys before the wait
         fill: Int32,  # 1: write -inf where a row has no candidate and in rows of no request (request num_requests)
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -112,10 +110,10 @@ class DecodeScore(IndexTile):
         # Before the wait nothing counts that is read, for the kernel ahead may be writing it. But it most likely is what
         # it will be: the first two blocks' keys are fetched into L2 on its word.
         in_page = mine & ((1 << page_shift) - 1)
-        if num_requests <= WARM_REQUESTS:
+        if ahead != 0:
             _, _, hint, hint_page, hint_next = self.load_lengths_and_pages(*places, past_l1=True)
-            for ahead, number in ((0, hint_page), (1, hint_next)):
-                left = hint - (split + ahead * splits) * BLOCK - mine
+            for turn, number in ((0, hint_page), (1, hint_next)):
+                left = hint - (split + turn * splits) * BLOCK - mine
                 ok = Int32((number >= 0) & (number < num_pages) & (lane < left))
                 row = index_k + Int64(number) * k_page_stride + Int64(in_page + lane) * k_token_stride
                 for line in range(self.chunks // 2):  # of 128 bytes
@@ -254,6 +252,7 @@ class DecodeScore(IndexTile):
         table_width: Int32,
         page_shift: Int32,
         num_blocks: Int32,
+        ahead: Int32,
         fill: Int32,
         stream: cuda.CUstream,
     ):
@@ -278,6 +277,7 @@ class DecodeScore(IndexTile):
             table_width,
             page_shift,
             num_blocks,
+            ahead,
             fill,
         ).launch(
             grid=[num_blocks, num_requests, 1],
@@ -290,7 +290,7 @@ class DecodeScore(IndexTile):
 
 
 def programs():
-    example = [Int64(16)] * 13 + [Int32(1)] * 8
+    example = [Int64(16)] * 13 + [Int32(1)] * 9
     return [
         Program(f"decode_score_{query}_{key}_n{8 * tiles}", DecodeScore(query, key, tiles), example)
         for query, key in DTYPES

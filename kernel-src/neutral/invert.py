@@ -10,7 +10,9 @@ Problem
 Pieces (shared/pieces.py)
     unit     the tokens of one sequence in an aligned span of 256; a CTA of 256 threads is a unit and KV head, a thread a
              token
-    segment  the tokens of one sequence in a chunk. Row = (segment, KV head), bin = (row, block)
+    segment  the tokens of one sequence in 2^chunk_bits tokens. Row = (segment, KV head), bin = (row, block)
+    A chunk of the later stages is 2^chunk_bits tokens x `chunk_heads` KV heads (a divisor of Hkv); its rows, and so its
+    tiles, lie side by side. Chunks are counted by heads first: all of the first heads, then all of the next.
 
 Three launches
     count    a bitmap of 256 tokens for each block, in shared memory, filled by atomic or; its population counts are the
@@ -25,7 +27,7 @@ Arrays (int32)
     counts   [units, Hkv, blocks]        count; after scan: choices of the bin in earlier units
     bins     [segments, Hkv, blocks, 2]  first tile within the row, choices
     rows     [segments, Hkv]             tiles of a row
-    chunks   [chunks + 1]                first tile of a chunk
+    chunks   [Hkv / chunk_heads, chunks of tokens] + 1   first tile of a chunk
     heads    [tiles, 8]                  bin number, KV head | tokens << 16, page of the first half, of the second half,
                                          a + (0), last visible column | first visible column << 8, sequence, block
              A token at `local` in its chunk sees the block's columns up to min(local + a, last). A page outside the cache
@@ -34,7 +36,7 @@ Arrays (int32)
 
 Budget
     Choices are read twice (8 B), counts written, read and written, 32 + 4 tile bytes a tile written: at 32k tokens, 4 heads
-    and 16 slots 25 MB, 6 us at 4.3 TB/s; a CTA's chain of dependent steps (offsets, ids, pages, bitmap) is about 4 us.
+    and 16 slots 25 MB, 6 us at 4.3 TB/s; a CTA's chain of dependent steps (offsets, ids, pages, bitmap) is about 3 us.
 
 Limits
     K <= 32; tokens < 2^26; bins < 2^31. Bitmaps cover WINDOW blocks at a time; longer tables take several rounds.
@@ -53,7 +55,8 @@ THREADS = 256
 UNIT_BITS = 8
 WINDOW = 1024  # blocks of a bitmap
 BITMAP_BYTES = WINDOW * THREADS // 8
-SLOTS = 4  # slots whose ids and pages are loaded together
+SLOTS = 16  # slots whose ids and pages are loaded together
+UNITS = 8  # units whose counts are loaded together
 NEVER = 1 << 24  # added to a local token: past every last visible column
 HEAD_BYTES = 32
 
@@ -84,18 +87,16 @@ def visible_blocks(token, stop, used, causal):
     return (ptx.maximum_i32(end, Int32(0)) + 127) >> 7
 
 
-def load_pages(page_row, block, page_width, pages, page_bits, ok):
-    """Pages of a block's halves, -1 where there is none. `ok` Int32."""
-    entry = block << (7 - page_bits)
-    second = entry + (7 - page_bits)
-    first_ok = ok & Int32(entry < page_width)
-    second_ok = ok & Int32(second < page_width)
-    a, b = ptx.load_i32_batch(
-        [(page_row + Int64(entry) * 4, first_ok, -1), (page_row + Int64(second) * 4, second_ok, -1)]
-    )
-    a = ptx.select((a >= 0) & (a < pages), a, Int32(-1))
-    b = ptx.select((b >= 0) & (b < pages), b, Int32(-1))
-    return a, b
+def load_pages(page_row, blocks, page_width, pages, page_bits, ok):
+    """Pages of the halves of some blocks, (-1, ...) where there is none. `ok`: Int32s."""
+    places = []
+    for block, there in zip(blocks, ok):
+        entry = block << (7 - page_bits)
+        second = entry + (7 - page_bits)
+        places.append((page_row + Int64(entry) * 4, there & Int32(entry < page_width), -1))
+        places.append((page_row + Int64(second) * 4, there & Int32(second < page_width), -1))
+    found = [ptx.select((x >= 0) & (x < pages), x, Int32(-1)) for x in ptx.load_i32_batch(places)]
+    return list(zip(found[::2], found[1::2]))
 
 
 @cute.jit
@@ -103,6 +104,12 @@ def takes_part(formulation: Int64, sequence: Int32, requests: Int32):
     """1 if the KV-stationary pipeline computes a sequence. Tokens of no sequence are always its own."""
     chosen = ptx.load_i32_if(formulation + Int64(sequence) * 4, Int32((formulation != 0) & (sequence < requests)), 1)
     return Int32(chosen == 1)
+
+
+def row_of(segment, head, segments, chunk_heads):
+    """Rows in the order of the tiles: (group of `chunk_heads` KV heads, segment, head)."""
+    group = head // chunk_heads
+    return (group * segments + segment) * chunk_heads + head - group * chunk_heads
 
 
 @cute.jit
@@ -170,12 +177,13 @@ class Count:
         unit, head, _ = cute.arch.block_idx()
         lane = thread & 31
         base = smem.base(128)
-        ptx.let_next_kernel_start()
         ptx.wait_for_previous_kernel()
-        span, sequence, first, last, stop = pieces.find(cu_seqlens, unit, Int32(UNIT_BITS), requests, tokens, lane)
+        # Not before the wait: the kernels that follow read offsets, lengths and ids ahead of theirs.
+        ptx.let_next_kernel_start()
+        piece = pieces.find(cu_seqlens, seqused, unit, Int32(UNIT_BITS), requests, tokens, lane)
+        span, sequence, first, last, stop, used = piece
         if first < last:
             real = sequence < requests
-            used = ptx.load_i32_if(seqused + Int64(ptx.select(real, sequence, Int32(0))) * 4, Int32(real), 0)
             used = ptx.clamp(used, Int32(0), reach)
             mine = takes_part(formulation, sequence, requests)
             row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
@@ -196,10 +204,11 @@ class Count:
                 ptx.barrier()
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
                     load_choices(row, ids_slot, slot, width, Int32(-1), visible, loaded)
+                    here = [Int32((loaded[i] >= window) & (loaded[i] < window + size)) for i in range(SLOTS)]
+                    blocks_here = [loaded[i] for i in range(SLOTS)]
+                    halves = load_pages(page_row, blocks_here, page_width, pages, page_bits, here)
                     for i in cutlass.range_constexpr(SLOTS):
-                        here = Int32((loaded[i] >= window) & (loaded[i] < window + size))
-                        a, b = load_pages(page_row, loaded[i], page_width, pages, page_bits, here)
-                        if (here != 0) & ((a & b) != -1):
+                        if (here[i] != 0) & ((halves[i][0] & halves[i][1]) != -1):
                             before = smem.atomic_or(base + (loaded[i] - window) * 32 + word, bit)
                             if (before & bit) == 0:
                                 mask = mask | (Int32(1) << (slot + i))
@@ -280,22 +289,24 @@ class Scan:
         reach: Int32,
         blocks: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         segment, head, _ = cute.arch.block_idx()
         lane, warp = thread & 31, thread >> 5
         base = smem.base(128)
-        ptx.let_next_kernel_start()
-        ptx.wait_for_previous_kernel()
-        span, sequence, first, last, stop = pieces.find(cu_seqlens, segment, chunk_bits, requests, tokens, lane)
-        real = Int32((first < last) & (sequence < requests))
-        used = ptx.load_i32_if(seqused + Int64(ptx.select(real != 0, sequence, Int32(0))) * 4, real, 0)
+        piece = pieces.find(cu_seqlens, seqused, segment, chunk_bits, requests, tokens, lane)
+        span, sequence, first, last, stop, used = piece
         used = ptx.clamp(used, Int32(0), reach) * takes_part(formulation, sequence, requests)
+        used = ptx.select(first < last, used, Int32(0))
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
         row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
         first_unit = (first >> UNIT_BITS) + sequence
         last_unit = ((last - 1) >> UNIT_BITS) + sequence
-        row = Int64(segment) * Int64(heads) + Int64(head)
+        segments, _, _ = cute.arch.grid_dim()
+        row = Int64(row_of(segment, head, segments, chunk_heads))
         unit_step = Int64(heads) * Int64(blocks) * 4
         done = Int32(0)  # tiles of the bins before this round's
         for at in cutlass.range(0, row_blocks, THREADS, unroll=1):
@@ -303,12 +314,14 @@ class Scan:
             inside = Int32(block < row_blocks)
             place = counts + Int64(first_unit) * unit_step + (Int64(head) * Int64(blocks) + Int64(block)) * 4
             total = Int32(0)
-            for unit in cutlass.range(first_unit, last_unit + 1, 1, unroll=1):
-                count = ptx.load_i32_if(place, inside, 0)
-                if inside != 0:
-                    ptx.store_words(place, [total])
-                total = total + count
-                place = place + unit_step
+            for unit in cutlass.range(first_unit, last_unit + 1, UNITS, unroll=1):
+                ok = [inside & Int32(unit + i <= last_unit) for i in range(UNITS)]
+                there = [place + unit_step * i for i in range(UNITS)]
+                found = ptx.load_i32_batch([(x, y, 0) for x, y in zip(there, ok)])
+                for i in cutlass.range_constexpr(UNITS):
+                    ptx.store_words_if(there[i], [total], ok[i])
+                    total = total + found[i]
+                place = place + unit_step * UNITS
             tiles = (total + (Int32(1) << tile_bits) - 1) >> tile_bits
             upto = prefix_in_warp(tiles, lane)
             if lane == 31:
@@ -341,6 +354,7 @@ class Scan:
         reach: Int32,
         blocks: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
         stream: cuda.CUstream,
     ):
@@ -357,6 +371,7 @@ class Scan:
             reach,
             blocks,
             chunk_bits,
+            chunk_heads,
             tile_bits,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
@@ -393,28 +408,32 @@ class Scatter:
         blocks: Int32,
         causal: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
+        segments: Int32,
         most_tiles: Int32,  # that `heads_out` and `entries` hold
     ):
         thread, _, _ = cute.arch.thread_idx()
         unit, head, _ = cute.arch.block_idx()
         lane, warp = thread & 31, thread >> 5
         base = smem.base(128)
-        ptx.let_next_kernel_start()
+        piece = pieces.find(cu_seqlens, seqused, unit, Int32(UNIT_BITS), requests, tokens, lane)
+        span, sequence, first, last, stop, used = piece
         ptx.wait_for_previous_kernel()
-        span, sequence, first, last, stop = pieces.find(cu_seqlens, unit, Int32(UNIT_BITS), requests, tokens, lane)
+        ptx.let_next_kernel_start()
         if first < last:
             real = sequence < requests
-            used = ptx.load_i32_if(seqused + Int64(ptx.select(real, sequence, Int32(0))) * 4, Int32(real), 0)
             used = ptx.clamp(used, Int32(0), reach)
             chunk = span >> (chunk_bits - UNIT_BITS)
-            row = (chunk + sequence) * heads + head
+            row = row_of(chunk + sequence, head, segments, chunk_heads)
             first_tile = self.tiles_before(rows, row, base + BITMAP_BYTES, thread, lane, warp)
-            if (thread == 0) & (head == 0) & (first == (chunk << chunk_bits)):
-                ptx.store_words(chunks + Int64(chunk) * 4, [first_tile])
+            group = head // chunk_heads
+            number = group * ((tokens + (Int32(1) << chunk_bits) - 1) >> chunk_bits) + chunk
+            if (thread == 0) & (head == group * chunk_heads) & (first == (chunk << chunk_bits)):
+                ptx.store_words(chunks + Int64(number) * 4, [first_tile])
             if (thread == 0) & (head == heads - 1) & (last == tokens):
                 own = ptx.load_i32(rows + Int64(row) * 4)
-                ptx.store_words(chunks + Int64(chunk + 1) * 4, [first_tile + own])
+                ptx.store_words(chunks + Int64(number + 1) * 4, [first_tile + own])
 
             token = (span << UNIT_BITS) + thread
             inside = (token >= first) & (token < last)
@@ -448,33 +467,37 @@ class Scatter:
                 ptx.barrier()
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
                     load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
+                    here = [Int32((loaded[i] >= window) & (loaded[i] < window + size)) for i in range(SLOTS)]
+                    places = self.look_up(unit_counts, row_bins, [loaded[i] for i in range(SLOTS)], here)
                     for i in cutlass.range_constexpr(SLOTS):
                         block = loaded[i]
-                        if (block >= window) & (block < window + size):
-                            before, start, count = ptx.load_i32_batch(
-                                [
-                                    (unit_counts + Int64(block) * 4, Int32(1), 0),
-                                    (row_bins + Int64(block) * 8, Int32(1), 0),
-                                    (row_bins + Int64(block) * 8 + 4, Int32(1), 0),
-                                ]
-                            )
+                        if here[i] != 0:
+                            before, start, count = places[i]
                             rank = before + total_bits(bits_below(base, block - window, warp))
                             at = first_tile + start + (rank >> tile_bits)
                             if at < most_tiles:
                                 place = (Int64(at) << Int64(tile_bits)) + Int64(rank & (tile - 1))
                                 ptx.store_words(entries + place * 4, [(local << 5) | (slot + i)])
                                 if (rank & (tile - 1)) == 0:
-                                    a, b = load_pages(page_row, block, page_width, pages, page_bits, Int32(1))
+                                    [(a, b)] = load_pages(page_row, [block], page_width, pages, page_bits, [Int32(1)])
                                     seen = ptx.minimum_i32(used - 1 - (block << 7), Int32(127))
                                     seen = ptx.select(b < 0, ptx.minimum_i32(seen, Int32(63)), seen)
                                     hidden = ptx.select(a < 0, Int32(64 << 8), Int32(0))
                                     left = ptx.minimum_i32(count - rank, tile)
                                     head_at = heads_out + Int64(at) * HEAD_BYTES
-                                    number = row * blocks + block
-                                    ptx.store_words(head_at, [number, head | (left << 16), a, b])
+                                    ptx.store_words(head_at, [row * blocks + block, head | (left << 16), a, b])
                                     shift_here = shift - (block << 7)
                                     ptx.store_words(head_at + 16, [shift_here, seen | hidden, sequence, block])
                 ptx.barrier()
+
+    def look_up(self, unit_counts, row_bins, blocks, ok):
+        """Of each block: (choices in earlier units, first tile of the bin within the row, choices of the bin)."""
+        places = []
+        for block, there in zip(blocks, ok):
+            at = row_bins + Int64(block) * 8
+            places += [(unit_counts + Int64(block) * 4, there, 0), (at, there, 0), (at + 4, there, 0)]
+        found = ptx.load_i32_batch(places)
+        return [found[3 * i : 3 * i + 3] for i in range(len(blocks))]
 
     @cute.jit
     def tiles_before(self, rows: Int64, row: Int32, scratch: Int32, thread: Int32, lane: Int32, warp: Int32):
@@ -521,7 +544,9 @@ class Scatter:
         blocks: Int32,
         causal: Int32,
         chunk_bits: Int32,
+        chunk_heads: Int32,
         tile_bits: Int32,
+        segments: Int32,
         most_tiles: Int32,
         stream: cuda.CUstream,
     ):
@@ -552,7 +577,9 @@ class Scatter:
             blocks,
             causal,
             chunk_bits,
+            chunk_heads,
             tile_bits,
+            segments,
             most_tiles,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
@@ -560,6 +587,6 @@ class Scatter:
 def programs():
     return [
         Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 10),
-        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 7),
-        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 13),
+        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 8),
+        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 15),
     ]

@@ -1,22 +1,19 @@
 """Prefill combine: the partial results of a row's blocks become its output. Third stage of the KV-stationary prefill (op
-sparse_attention), after sm90/prefill.py.
+sparse_attention), after sm90/prefill.py, for chunks that no forward launch combines beside its own work: the last one,
+and all where a selection is wider than 16.
 
-Problem
-    For each token of a chunk and KV head: up to 32 slots with a partial o (unnormalised, 16-bit), m (log2 units) and l.
-        M = max m_s,   w_s = 2^(m_s - M),   out = v_scale * sum w_s o_s / sum w_s l_s,   lse = ln(sum w_s l_s) + M ln 2
-    over the slots in the row's mask. A row with none of them, or nothing visible in them: 0 and -inf.
+Problem, order
+    shared/partials.py: for each token of a chunk and KV head, up to 32 slots with a partial o, m and l; slots ascend. A row
+    with none, or with nothing visible in them: 0 and -inf.
 
-Tile picture
-    CTA = (token, KV head): 256 threads for 16 query heads, 128 for up to 8. Thread (unit, part, lane) has 16 bytes of each
-    slot's partial, in the order in which the forward's accumulators lie (sm90/prefill.py, Partials): words k = columns
-    8 (4 part + k) + 2 t, + 1 of row 8 unit + g. A transposition within four lanes makes 16 bytes of a row of them.
-
-Order
-    Slots ascend. All of a token's numbers come from that token's slots: the bits depend on neither chunk nor batch.
+Two kernels
+    K <= 16   `walk` of shared/partials.py, as in the forward kernel and with its bits: 128 threads, 34 KiB of shared memory,
+              6 CTAs an SM with 32 KiB under way each; a CTA takes an equal contiguous range of rows
+    wide      CTA = row: 256 threads for 16 query heads, 128 for up to 8. A thread has 16 bytes of each slot's partial, 16
+              slots loaded together, in registers; the reference m may grow from one such batch to the next
 
 Budget
-    Bytes: 4 KiB a slot, token and KV head (16 query heads), read once; 16 slots: 64 KiB for 4 KiB of output. Loads of 16 slots
-    are under way together: 64 KiB a CTA.
+    Bytes: 4 KiB a slot, token and KV head (16 query heads), read once; 16 slots: 64 KiB for 4 KiB of output.
 
 Limits
     K <= 32; byte strides of `out` multiples of 16.
@@ -27,22 +24,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import ptx, softmax
-from shared.partials import Partials
+from shared import partials as form
+from shared import ptx, smem, softmax
 from shared.program import Program
 
 BATCH = 16  # slots whose loads are under way together
 
 
 class PrefillCombine:
-    """One variant: dtype of partials and output, rows of a partial."""
+    """One variant: dtype of partials and output, rows of a partial, whether for K > 16."""
 
-    dynamic_smem = 0
-
-    def __init__(self, dtype, rows):
-        self.dtype, self.rows = dtype, rows
-        self.threads = 16 * rows
-        self.form = Partials(dtype, rows)
+    def __init__(self, dtype, rows, wide):
+        self.rows, self.wide = rows, wide
+        self.partials = form.Partials(dtype, rows)
+        self.threads = 16 * rows if wide else form.THREADS
+        self.dynamic_smem = 0 if wide else self.partials.ring_bytes + self.partials.weights_bytes
 
     @cute.kernel
     def kernel(
@@ -59,24 +55,79 @@ class PrefillCombine:
         lse_head: Int64,
         v_scale_head: Int64,
         first_token: Int32,
+        tokens: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
+        kv_heads: Int32,
+        group: Int32,
+        width: Int32,
+        selective: Int32,  # not 0: some sequences may not take part
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        target = (out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head)
+        if cutlass.const_expr(self.wide):
+            heads = (first_head, chunk_heads, kv_heads)
+            self.combine_row(thread, cta, partials, sums, state, *target, first_token, *heads, group, width)
+        else:
+            base = smem.base(128)
+            rows = tokens * chunk_heads
+            self.partials.walk(
+                base,
+                base + self.partials.ring_bytes,
+                thread,
+                Int32(Int64(rows) * Int64(cta) // Int64(ctas)),
+                Int32(Int64(rows) * Int64(cta + 1) // Int64(ctas)),
+                partials,
+                sums,
+                state,
+                *target,
+                first_token,
+                first_head,
+                chunk_heads,
+                kv_heads,
+                group,
+                width,
+                selective,
+            )
+
+    @cute.jit
+    def combine_row(
+        self,
+        thread: Int32,
+        local_row: Int32,  # of the chunk, token-major
+        partials: Int64,
+        sums: Int64,
+        state: Int64,
+        out: Int64,
+        lse: Int64,
+        v_scale: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
+        v_scale_head: Int64,
+        first_token: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         kv_heads: Int32,
         group: Int32,
         width: Int32,
     ):
-        thread, _, _ = cute.arch.thread_idx()
-        local, head, _ = cute.arch.block_idx()
         lane = thread & 31
         unit = thread >> 7
+        local = local_row // chunk_heads
+        head = first_head + local_row - local * chunk_heads
         token = Int64(first_token + local)
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        mask, mine = ptx.load_i32_batch(
-            [(state + (token * Int64(kv_heads) + Int64(head)) * 8 + 4 * i, Int32(1), 0) for i in range(2)]
-        )
+        state = state + (Int64(first_token) * Int64(kv_heads) + Int64(first_head)) * 8
+        mask, mine = self.partials.load_state(state, local_row, (chunk_heads, kv_heads), Int32(1))
         if mine != 0:
-            place = (Int64(local) * Int64(kv_heads) + Int64(head)) * Int64(width)
+            place = Int64(local_row) * Int64(width)
             row = unit * 8 + (lane >> 2)
-            values = partials + place * (self.rows * 256) + Int64(thread * 16)
+            values = partials + place * self.partials.value_bytes + Int64(thread * 16)
             numbers = sums + (place * self.rows + Int64(row)) * 8
             acc = cute.make_rmem_tensor(cute.make_layout(10), Float32)  # 8 columns, sum of weights, reference
             for i in cutlass.range_constexpr(9):
@@ -87,11 +138,12 @@ class PrefillCombine:
                 chosen = (mask >> first) & ((Int32(1) << left) - 1)
                 if chosen != 0:
                     at = Int64(first)
-                    self.add_slots(acc, values + at * (self.rows * 256), numbers + at * (self.rows * 8), chosen)
+                    values_here = values + at * self.partials.value_bytes
+                    self.add_slots(acc, values_here, numbers + at * self.partials.sums_bytes, chosen)
             total = acc[8]
             scale = ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head) * softmax.inverse_or_zero(total)
-            words = [self.form.pack(acc[2 * k] * scale, acc[2 * k + 1] * scale) for k in range(4)]
-            words = self.form.transpose(words, lane & 3)
+            words = [self.partials.pack(acc[2 * k] * scale, acc[2 * k + 1] * scale) for k in range(4)]
+            words = self.partials.transpose(words, lane & 3)
             if row < group:
                 query_head = Int64(head * group + row)
                 part = (thread >> 5) & 3
@@ -104,8 +156,9 @@ class PrefillCombine:
     def add_slots(self, acc, values, numbers, chosen):
         """A batch of slots, those with a bit in `chosen`, onto the running sums."""
         ok = [(chosen >> s) & 1 for s in range(BATCH)]
-        pairs = [ptx.load_f32x2_if(numbers + s * (self.rows * 8), ok[s], softmax.EMPTY) for s in range(BATCH)]
-        loaded = [ptx.stream_16_bytes_if(values + s * (self.rows * 256), ok[s]) for s in range(BATCH)]
+        form = self.partials
+        pairs = [ptx.load_f32x2_if(numbers + s * form.sums_bytes, ok[s], softmax.EMPTY) for s in range(BATCH)]
+        loaded = [ptx.stream_16_bytes_if(values + s * form.value_bytes, ok[s]) for s in range(BATCH)]
         top = acc[9]
         for m, _ in pairs:
             top = ptx.maximum(top, m)
@@ -117,7 +170,7 @@ class PrefillCombine:
             weight = ptx.exp2(m - top)
             acc[8] = ptx.fma(l, weight, acc[8])
             for k, word in enumerate(words):
-                for c, x in enumerate(self.form.unpack(word)):
+                for c, x in enumerate(form.unpack(word)):
                     acc[2 * k + c] = ptx.fma(x, weight, acc[2 * k + c])
 
     @cute.jit
@@ -135,9 +188,13 @@ class PrefillCombine:
         lse_head: Int64,
         v_scale_head: Int64,
         first_token: Int32,
+        tokens: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         kv_heads: Int32,
         group: Int32,
         width: Int32,
+        selective: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -153,16 +210,21 @@ class PrefillCombine:
             lse_head,
             v_scale_head,
             first_token,
+            tokens,
+            first_head,
+            chunk_heads,
             kv_heads,
             group,
             width,
-        ).launch(grid=[1, kv_heads, 1], block=[self.threads, 1, 1], smem=self.dynamic_smem, stream=stream)
+            selective,
+        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.dynamic_smem, stream=stream)
 
 
 def programs():
-    example = [Int64(16)] * 11 + [Int32(1)] * 4
+    example = [Int64(16)] * 11 + [Int32(1)] * 8
     return [
-        Program(f"prefill_combine_{dtype}_r{rows}", PrefillCombine(dtype, rows), example)
+        Program(f"prefill_combine_{dtype}_r{rows}{'_wide' if wide else ''}", PrefillCombine(dtype, rows, wide), example)
         for dtype in ("bf16", "f16")
         for rows in (16, 8)
+        for wide in (False, True)
     ]

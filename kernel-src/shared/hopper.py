@@ -125,6 +125,13 @@ def pin(*accumulators):
     _pin("", accumulators)
 
 
+def clear(d):
+    """Zeros, made here and not earlier: plain constants would be made ahead of a wait, in registers of their own."""
+    count = len_of(d)
+    text = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+    _store(d, _call(text, ["=f" if d.element_type is Float32 else "=r"] * count, [], []))
+
+
 def wgmma_ss(d, a, b, accumulate, dtype, b_mn_major=False):
     """d (+)= A B, m64 k16, both operands by descriptor (Int64). `accumulate` (Python bool) False starts from zero."""
     _wgmma(d, [a], "l", b, accumulate, dtype, b_mn_major)

@@ -9,8 +9,8 @@ Combination of a row:  M = max m_s,  out = v_scale * sum_s 2^(m_s - M) o_s / L, 
 lse = ln L + M ln 2, over the slots in the row's mask. Slots are summed in ascending order: the bits depend on nothing but
 the row.
 
-`walk` (K <= 16): 128 threads. A thread copies its own 16 bytes of each slot's unit to its own place in shared memory, 16
-deep, with cp.async and reads them back: no barrier, few registers, 32 KiB under way. Weights are made by 16 lanes a pair
+`walk` (K <= 16): 128 threads. A thread copies its own 16 bytes of each slot's unit to its own place in shared memory with
+cp.async, 16 deep, and reads them back: no barrier, few registers, 32 KiB under way. Weights are made by 16 lanes a pair
 of query heads, one barrier a row.
 """
 
@@ -53,8 +53,12 @@ class Partials:
             words = result
         return words
 
-    def load_state(self, state, row, ok):
-        return ptx.load_i32_batch([(state + Int64(row) * 8 + 4 * i, ok, 0) for i in range(2)])
+    def load_state(self, state, row, heads, ok):
+        """(mask, takes part) of a row of the chunk; `state` begins with the chunk's first token and head."""
+        chunk_heads, kv_heads = heads
+        token = row // chunk_heads
+        at = state + (Int64(token) * Int64(kv_heads) + Int64(row - token * chunk_heads)) * 8
+        return ptx.load_i32_batch([(at + 4 * i, ok, 0) for i in range(2)])
 
     def load_sums(self, sums, local_row, width, mask, thread):
         """(m, l) of query heads 2 p and 2 p + 1 in slot s; p = thread / 16, s = thread % 16."""
@@ -97,12 +101,21 @@ class Partials:
         return result
 
     @cute.jit
+    def some_take_part(self, state: Int64, first: Int32, stop: Int32, chunk_heads: Int32, kv_heads: Int32, lane: Int32):
+        """1 if some row is of a sequence that takes part; by each warp for itself."""
+        some = Int32(0)
+        for row in cutlass.range(first + lane, stop, 32, unroll=1):
+            _, mine = self.load_state(state, row, (chunk_heads, kv_heads), Int32(1))
+            some = some | mine
+        return Int32(ptx.ballot(some) != 0)
+
+    @cute.jit
     def walk(
         self,
         ring: Int32,
         weights: Int32,
         thread: Int32,
-        first: Int32,  # rows of the chunk, token-major
+        first: Int32,  # rows (token, KV head) of the chunk, token-major
         stop: Int32,
         partials: Int64,
         sums: Int64,
@@ -116,16 +129,23 @@ class Partials:
         lse_head: Int64,
         v_scale_head: Int64,
         first_token: Int32,
-        kv_heads: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,  # KV heads of the chunk
+        kv_heads: Int32,  # in all
         group: Int32,
         width: Int32,
+        selective: Int32,  # not 0: some sequences may not take part
     ):
-        if first < stop:
-            lane = thread & 31
+        lane = thread & 31
+        state = state + (Int64(first_token) * Int64(kv_heads) + Int64(first_head)) * 8
+        heads = (chunk_heads, kv_heads)
+        work = Int32(first < stop)
+        if (selective & work) != 0:
+            work = self.some_take_part(state, first, stop, chunk_heads, kv_heads, lane)
+        if work != 0:
             place = ring + thread * 16
-            state = state + Int64(first_token) * Int64(kv_heads) * 8
-            mask, mine = self.load_state(state, first, Int32(1))
-            mask_n, mine_n = self.load_state(state, first + 1, Int32(first + 1 < stop))
+            mask, mine = self.load_state(state, first, heads, Int32(1))
+            mask_n, mine_n = self.load_state(state, first + 1, heads, Int32(first + 1 < stop))
             numbers, ok = self.load_sums(sums, first, width, mask, thread)
             row_bytes = Int64(width) * self.value_bytes
             values = partials + Int64(first) * row_bytes + Int64(thread * 16)
@@ -133,8 +153,8 @@ class Partials:
                 self.copy_batch(place, values, width, mask, slot)
             acc = cute.make_rmem_tensor(cute.make_layout(8), Float32)
             for row in cutlass.range(first, stop, 1, unroll=1):
-                token = row // kv_heads
-                head = row - token * kv_heads
+                token = row // chunk_heads
+                head = first_head + row - token * chunk_heads
                 scale = ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head)
                 token64 = Int64(first_token + token)
                 pairs = self.weigh(numbers, ok, scale)
@@ -150,18 +170,19 @@ class Partials:
                 # What the next row needs, while this one is summed.
                 more = Int32(row + 1 < stop)
                 numbers, ok = self.load_sums(sums, row + 1, width, mask_n * more, thread)
-                mask_2, mine_2 = self.load_state(state, row + 2, Int32(row + 2 < stop))
+                mask_2, mine_2 = self.load_state(state, row + 2, heads, Int32(row + 2 < stop))
                 for unit in cutlass.range_constexpr(self.units):
                     for i in cutlass.range_constexpr(8):
                         acc[i] = Float32(0.0)
-                    ahead = values + (UNIT_BYTES if unit + 1 < self.units else row_bytes - unit * UNIT_BYTES)
-                    mask_ahead = mask if unit + 1 < self.units else mask_n * more
+                    # A copy that has been added makes room for the same slot of the next unit.
+                    next_row = unit + 1 == self.units
+                    ahead = values + (row_bytes if next_row else (unit + 1) * UNIT_BYTES)
+                    mask_ahead = mask_n * more if next_row else mask
                     heads_weights = buffer + (unit * 8 + (lane >> 2)) * (SLOTS * 4)
                     for slot in cutlass.range_constexpr(0, SLOTS, BATCH):
                         smem.copies_wait(SLOTS // BATCH - 1)
                         self.add_batch(acc, place, heads_weights, slot)
                         self.copy_batch(place, ahead, width, mask_ahead, slot)
-                    values = ahead
                     words = [self.pack(acc[2 * k], acc[2 * k + 1]) for k in range(4)]
                     words = self.transpose(words, lane & 3)
                     query = unit * 8 + (lane >> 2)
@@ -169,5 +190,6 @@ class Partials:
                         at = out + token64 * out_token + Int64(head * group + query) * out_head
                         column = Int64(((thread >> 5) * 4 + (lane & 3)) * 16)
                         ptx.store_words(at + column, words)
+                values = values + row_bytes
                 mask, mine, mask_n, mine_n = mask_n, mine_n, mask_2, mine_2
             smem.copies_wait(0)

@@ -111,13 +111,13 @@ def board_bytes(warps):
 def share_counts(counts, x, warps, warp, lane, before):
     """For x of this lane: how many of the 32 lanes' x are larger, or equal where `before` says that lower lanes win.
     Each warp counts a part. `counts`: 128 bytes of shared memory a warp."""
-    each = -(-32 // warps)
+    each = 32 // warps
     mine = Int32(0)
     for i in range(each):
         other = warp * each + i
         theirs = ptx.shuffle(x, other)
         ahead = (theirs > x) | ((theirs == x) & (other < lane)) if before else theirs > x
-        mine = mine + Int32(ahead if 32 % warps == 0 else ahead & (other < 32))
+        mine = mine + Int32(ahead)
     smem.store_i32(counts + (warp * 32 + lane) * 4, mine)
     ptx.barrier()
     parts = [smem.load_i32(counts + (w * 32 + lane) * 4) for w in range(warps)]
@@ -140,8 +140,8 @@ def choose(
     warp: Int32,
     lane: Int32,
 ):
-    """Writes the ids of the k largest, ascending, then -1, and returns 1; or 0, having written nothing, if too many keys
-    reach the bound. The slots of a warp and the warps are in order of position. All warps come here together."""
+    """Writes the ids of the k largest of more than k keys, ascending, and returns 1; or 0, having written nothing, if too
+    many keys reach the bound. The slots of a warp and the warps are in order of position. All warps come here together."""
     maxima, counts = board, board + warps * 128
     totals, pairs = board + warps * 256, board + warps * 256 + 64
     smem.store_i32(maxima + (warp * 32 + lane) * 4, largest_of(keys[j] for j in range(slots)))
@@ -178,8 +178,6 @@ def choose(
             won = ptx.ballot(wins)
             if wins:
                 ptx.store_words(out + Int64(ptx.count_bits(won & below)) * out_stride, [pair[1]])
-            if (lane >= ptx.count_bits(won)) & (lane < k):
-                ptx.store_words(out + Int64(lane) * out_stride, [Int32(-1)])
     return fits
 
 

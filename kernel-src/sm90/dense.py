@@ -19,8 +19,9 @@ Roles
     warp 0          copies by tensor map: Q once, K and V of a key tile into two stages each (a page of 64 is half a tile)
     4 or 8 warps    wgmma, softmax, epilogue (one or two warpgroups of 64 rows)
 
-Schedule: grid (tiles, KV heads, splits). `tiles` is the most that T tokens of B requests can have, so no length is read
-    on the host; a CTA finds its request by a scan of cu_seqlens_q, and those left over return. A request's last tile, the
+Schedule: grid (tiles x neighbours, KV heads / neighbours, splits), where the neighbours are 2^n heads whose tiles take
+    turns. `tiles` is the most that T tokens of B requests can have, so no length is read on the host; a CTA finds its
+    request by a scan of cu_seqlens_q, and those left over return. A request's last tile, the
     longest one with a causal mask, comes first. Rows past the last request are a request of their own without keys.
     With splits > 1 a CTA takes its share of the tile's key blocks and leaves fp32 output and LSE for combine.py.
 
@@ -387,6 +388,7 @@ class Dense(FlashAttentionForwardSm90):
         reach: Int32,  # tokens that the page table can hold
         group: Int32,  # query heads a KV head
         tile_tokens: Int32,  # rows // group
+        neighbours_log2: Int32,  # KV heads whose tiles take turns
         causal: Int32,
         splits: Int32,
         softmax_scale: Float32,
@@ -394,6 +396,8 @@ class Dense(FlashAttentionForwardSm90):
         layouts = self.configure()
         thread, _, _ = cute.arch.thread_idx()
         index, head, split = cute.arch.block_idx()
+        head = (head << neighbours_log2) | (index & ((Int32(1) << neighbours_log2) - 1))
+        index = index >> neighbours_log2
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
         start = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
@@ -472,6 +476,7 @@ class Dense(FlashAttentionForwardSm90):
         reach: Int32,
         group: Int32,
         tile_tokens: Int32,
+        neighbours_log2: Int32,  # KV heads whose tiles take turns
         causal: Int32,
         splits: Int32,
         softmax_scale: Float32,
@@ -503,6 +508,7 @@ class Dense(FlashAttentionForwardSm90):
             reach,
             group,
             tile_tokens,
+            neighbours_log2,
             causal,
             splits,
             softmax_scale,
@@ -516,5 +522,5 @@ class Dense(FlashAttentionForwardSm90):
 
 
 def programs():
-    example = [Int64(16)] * 16 + [Int32(1)] * 10 + [Float32(1.0)]
+    example = [Int64(16)] * 16 + [Int32(1)] * 11 + [Float32(1.0)]
     return [Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows), example) for dtype in DTYPES for rows in (64, 128)]

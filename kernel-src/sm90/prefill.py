@@ -32,7 +32,7 @@ Chunks
     combination of chunk c - 2, whose place launch c + 1 writes.
 
 Shared memory (bytes)
-    16-bit  K and V 3 x 32,768 in turn, Q 3 x 32,768, combine 32,768     fp8  Q 2 x 32,768, raw K and V 16,384 each
+    K and V 3 x 32,768 in turn, Q 3 x 32,768 (fp8: 2, and raw K and V of 16,384 each), combine 32,768
     then mbarriers, for each stage of Q what the consumers must know of the tile, and the weights of a combined row
 
 Partials
@@ -40,13 +40,15 @@ Partials
     partials are taken 2^-7 smaller (m larger by 7), so that they cannot overflow: |o| <= max |v|.
 
 Budget (H200)
-    Tile: 8.4 MFLOP = 1.42 us of an SM at 780 TFLOP/s over 132; 2 x 128 x 128 ex2... 16,384 = 0.58 us at 16 a clock. Bytes
-    through L2: 32 KiB of Q in, 32 KiB of partials out a tile, 64 KiB of K, V a run.
+    Tile: 8.4 MFLOP = 1.42 us of an SM at 780 TFLOP/s over 132; 16,384 ex2 = 0.58 us at 16 a clock. Bytes through L2: 32 KiB
+    of Q in and 32 KiB of partials out a tile, 64 KiB of K and V a run, 32 KiB of partials in for the combination.
+    32k tokens, 64/4 heads, K 16: 2.7 ms of products, 17 GB of partials out and in = 4.0 ms at 4.3 TB/s if none stays in L2.
 
 Limits
     head_dim 128, block 128, page 64 or 128, at most 16 query heads a KV head. Bases and strides of q, K, V multiples of 16
     bytes (tensor maps). Lists may hold anything: tokens and slots outside the chunk are left out, pages outside the cache
-    read as zeros.
+    read as zeros. Bytes past a sequence's length don't matter; a NaN or infinity in V within it reaches all rows of its
+    block, those of earlier tokens too (0 * NaN).
 """
 
 import cuda.bindings.driver as cuda
@@ -54,54 +56,34 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from shared import hopper, mma, ptx, smem, softmax
+from shared import hopper, ptx, smem, softmax
 from shared.partials import UNIT_BYTES, Partials
+from shared.prefill_loader import (
+    CONSUMER_WARPS,
+    HALF,
+    KV_STAGES,
+    LAST,
+    META_BYTES,
+    NEW,
+    TILE_BYTES,
+    TileLoader,
+    step_of,
+)
 from shared.program import Program
 
-THREADS, CONSUMER_WARPS = 512, 8
+THREADS = 512
 FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
-REGISTERS = (40, 56, 208)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
-TILE_BYTES = 32768  # 128 x 128 x 2
-HALF = TILE_BYTES // 2  # of 64 columns
-RAW_BYTES = 16384
-KV_STAGES = 3
-HEAD_BYTES, META_BYTES = 32, 128
-NEW, LAST = 1, 2  # flags of a tile: first, last of its block in this CTA
-WIDENERS = 96
+REGISTERS = (32, 80, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 
 
-def step_of(number):
-    """(stage, parity of its completed fills) of the n-th use of the ring of K and V."""
-    turn = number // KV_STAGES
-    return number - turn * KV_STAGES, turn & 1
-
-
-class Prefill:
+class Prefill(TileLoader):
     """One variant: dtype of q (and of the products) and of KV."""
 
     def __init__(self, q_dtype, kv_dtype, rows):
-        self.dtype, self.kv_dtype, self.rows = q_dtype, kv_dtype, rows
-        self.fp8 = kv_dtype in ("e4m3", "e5m2")
-        self.tokens = 128 // rows  # of a tile
-        self.q_stages = 2 if self.fp8 else 3
+        self.combine = Partials(q_dtype, rows)
+        super().__init__(q_dtype, kv_dtype, rows, self.combine.ring_bytes, self.combine.weights_bytes)
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
         self.lift = 7.0 if q_dtype == "f16" else 0.0
-        self.combine = Partials(q_dtype, rows)
-        self.kv_at = 0
-        self.q_at = KV_STAGES * TILE_BYTES
-        self.raw_at = self.q_at + self.q_stages * TILE_BYTES
-        self.ring_at = self.raw_at + (2 * RAW_BYTES if self.fp8 else 0)
-        self.mbarriers_at = self.ring_at + self.combine.ring_bytes
-        names = ["q_full", "q_empty", "kv_full", "kv_empty", "raw_full", "raw_empty"]
-        self.mbarrier = {name: self.mbarriers_at + 32 * i for i, name in enumerate(names)}
-        self.v_landed = self.mbarriers_at + 32 * len(names)
-        self.raw_meta = self.v_landed + 8
-        self.meta_at = self.mbarriers_at + 256
-        self.weights_at = self.meta_at + self.q_stages * META_BYTES
-        self.dynamic_smem = self.weights_at + self.combine.weights_bytes
-
-    def bar(self, base, name, stage):
-        return base + self.mbarrier[name] + stage * 8
 
     # ---- the kernel
 
@@ -118,12 +100,14 @@ class Prefill:
         sums: Int64,  # (m, l) of the partials
         k_scale: Int64,  # 0: one
         k_scale_head: Int64,
-        q_policy: Int64,  # L2 eviction priorities
+        q_policy: Int64,  # L2 eviction priorities: of q, of K and V
         kv_policy: Int64,
-        chunk: Int32,
-        chunk_bits: Int32,
-        tokens: Int32,
-        kv_heads: Int32,
+        chunk: Int32,  # in the list of chunks
+        first_token: Int32,
+        tokens: Int32,  # of the chunk
+        first_head: Int32,
+        chunk_heads: Int32,  # KV heads of the chunk
+        kv_heads: Int32,  # in all
         group: Int32,
         width: Int32,
         page_bits: Int32,
@@ -143,8 +127,10 @@ class Prefill:
         lse_token: Int64,
         lse_head: Int64,
         v_scale_head: Int64,
-        combine_first: Int32,
+        combine_token: Int32,
         combine_tokens: Int32,
+        combine_head: Int32,
+        selective: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -168,7 +154,7 @@ class Prefill:
             hopper.give_registers(REGISTERS[1])
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
-            rows = combine_tokens * kv_heads
+            rows = combine_tokens * chunk_heads
             self.combine.walk(
                 base + self.ring_at,
                 base + self.weights_at,
@@ -186,10 +172,13 @@ class Prefill:
                 lse_token,
                 lse_head,
                 v_scale_head,
-                combine_first,
+                combine_token,
+                combine_head,
+                chunk_heads,
                 kv_heads,
                 group,
                 width,
+                selective,
             )
         else:
             if early == 0:
@@ -218,9 +207,10 @@ class Prefill:
                             k_scale_head,
                             q_policy,
                             kv_policy,
-                            chunk << chunk_bits,
-                            ptx.minimum_i32(tokens - (chunk << chunk_bits), Int32(1) << chunk_bits),
-                            kv_heads,
+                            first_token,
+                            tokens,
+                            first_head,
+                            chunk_heads,
                             group,
                             width,
                             page_bits,
@@ -240,250 +230,15 @@ class Prefill:
                         stop,
                         partials,
                         sums,
-                        kv_heads * width,
+                        chunk_heads * width,
                         width,
                         opaque,
                     )
 
-    # ---- warp 0
-
-    def load_head(self, heads, tile, ok):
-        """(number, KV head | tokens << 16, page, page, a, columns) of a tile; number -1 where `ok` is 0."""
-        at = heads + Int64(tile) * HEAD_BYTES
-        return ptx.load_i32_batch([(at + 4 * i, ok, -1 if i == 0 else 0) for i in range(6)])
-
-    @cute.jit
-    def produce(
-        self,
-        base: Int32,
-        lane: Int32,
-        first: Int32,
-        stop: Int32,
-        q_map: Int64,
-        k_map: Int64,
-        v_map: Int64,
-        heads: Int64,
-        entries: Int64,
-        k_scale: Int64,
-        k_scale_head: Int64,
-        q_policy: Int64,
-        kv_policy: Int64,
-        first_token: Int32,
-        chunk_tokens: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        width: Int32,
-        page_bits: Int32,
-        softmax_scale: Float32,
-    ):
-        number, packed, page_a, page_b, shift, columns = self.load_head(heads, first, Int32(1))
-        head_next = self.load_head(heads, first + 1, Int32(first + 1 < stop))
-        number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n = head_next
-        entry = self.load_entry(entries, first, packed, lane, Int32(1))
-        stage, q_parity = Int32(0), Int32(1)
-        run, previous, landed = Int32(-1), Int32(-1), Int32(0)
-        for tile in cutlass.range(first, stop, 1, unroll=1):
-            entry_n = self.load_entry(entries, tile + 1, packed_n, lane, Int32(tile + 1 < stop))
-            head_2 = self.load_head(heads, tile + 2, Int32(tile + 2 < stop))
-            number_2, packed_2, page_a_2, page_b_2, shift_2, columns_2 = head_2
-
-            head = ptx.clamp(packed & 0xFFFF, Int32(0), kv_heads - 1)
-            # What a list says may be wrong; what it leads to lies within the chunk.
-            local, slot = entry >> 5, entry & 31
-            good = Int32((entry >= 0) & (local < chunk_tokens) & (slot < width))
-            entry = ptx.select(good != 0, entry, Int32(-1))
-            is_new = number != previous
-            is_last = (tile + 1 == stop) | (number_n != number)
-            seen = columns & 0xFF
-            if is_new:
-                run = run + 1
-                self.load_keys(base, lane, k_map, head, page_a, page_b, page_bits, kv_policy, run)
-
-            # Q and what the consumers must know
-            q_full = self.bar(base, "q_full", stage)
-            smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
-            meta = base + self.meta_at + stage * META_BYTES
-            if lane < self.tokens:
-                smem.store_i32(meta + lane * 4, entry)
-            if lane == 16:
-                scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
-                flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
-                scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
-                smem.store_i32x4(meta + 64, [flags | (head << 8), shift, columns, scale])
-            ptx.warp_barrier()
-            present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))
-            if lane == 0:
-                smem.mbarrier_expect(q_full, present * (self.rows * 256))
-            ptx.warp_barrier()
-            entry_here = ptx.shuffle(entry, lane >> 1)
-            if (lane < 2 * self.tokens) & (entry_here >= 0):
-                target = base + self.q_at + stage * TILE_BYTES + (lane & 1) * HALF + (lane >> 1) * (self.rows * 128)
-                at = [(lane & 1) * 64, head * group, first_token + (entry_here >> 5)]
-                hopper.tma_load(target, q_map, at, q_full, q_policy)
-
-            if is_new:
-                landed = self.load_values(
-                    base, lane, v_map, head, page_a, page_b, page_bits, kv_policy, run, seen, landed
-                )
-            previous = number
-            number, packed, page_a, page_b, shift, columns = number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n
-            number_n, packed_n, page_a_n, page_b_n = number_2, packed_2, page_a_2, page_b_2
-            shift_n, columns_n = shift_2, columns_2
-            entry = entry_n
-            stage = stage + 1
-            if stage == self.q_stages:
-                stage, q_parity = Int32(0), q_parity ^ 1
-            ptx.warp_barrier()
-        if cutlass.const_expr(self.fp8):
-            run = run + 1
-            smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)
-            if lane == 0:
-                smem.store_i32(base + self.raw_meta, Int32(-1))
-                hopper.mbarrier_arrive(self.bar(base, "raw_full", 0))
-
-    def load_entry(self, entries, tile, packed, lane, ok):
-        present = Int32(lane < ptx.minimum_i32(packed >> 16, Int32(self.tokens))) & ok
-        return ptx.load_i32_if(entries + (Int64(tile) * self.tokens + Int64(lane)) * 4, present, -1)
-
-    @cute.jit
-    def load_block(
-        self, target: Int32, tensor_map: Int64, head: Int32, a: Int32, b: Int32, bits: Int32, policy: Int64, full: Int32
-    ):
-        """A block of K or V: boxes of 128 bytes x page."""
-        if cutlass.const_expr(self.fp8):
-            smem.mbarrier_expect(full, RAW_BYTES)
-            hopper.tma_load(target, tensor_map, [Int32(0), Int32(0), head, a], full, policy)
-            if bits == 6:
-                hopper.tma_load(target + RAW_BYTES // 2, tensor_map, [Int32(0), Int32(0), head, b], full, policy)
-        else:
-            smem.mbarrier_expect(full, TILE_BYTES)
-            for half in cutlass.range_constexpr(2):
-                at = [Int32(64 * half), Int32(0), head]
-                hopper.tma_load(target + half * HALF, tensor_map, [*at, a], full, policy)
-                if bits == 6:
-                    hopper.tma_load(target + half * HALF + HALF // 2, tensor_map, [*at, b], full, policy)
-
-    @cute.jit
-    def load_keys(
-        self,
-        base: Int32,
-        lane: Int32,
-        k_map: Int64,
-        head: Int32,
-        page_a: Int32,
-        page_b: Int32,
-        page_bits: Int32,
-        policy: Int64,
-        run: Int32,
-    ):
-        if cutlass.const_expr(self.fp8):
-            smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)
-            if lane == 0:
-                smem.store_i32(base + self.raw_meta, Int32(127))
-                full = self.bar(base, "raw_full", 0)
-                self.load_block(base + self.raw_at, k_map, head, page_a, page_b, page_bits, policy, full)
-        else:
-            stage, parity = step_of(2 * run)
-            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
-            if lane == 0:
-                target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
-                self.load_block(target, k_map, head, page_a, page_b, page_bits, policy, full)
-
-    @cute.jit
-    def load_values(
-        self,
-        base: Int32,
-        lane: Int32,
-        v_map: Int64,
-        head: Int32,
-        page_a: Int32,
-        page_b: Int32,
-        page_bits: Int32,
-        policy: Int64,
-        run: Int32,
-        seen: Int32,
-        landed: Int32,
-    ):
-        """Rows of V past column `seen`, which no token sees, become zeros. Returns the parity of `v_landed`."""
-        if cutlass.const_expr(self.fp8):
-            smem.mbarrier_wait(self.bar(base, "raw_empty", 1), (run & 1) ^ 1)
-            if lane == 0:
-                smem.store_i32(base + self.raw_meta + 4, seen)
-                full = self.bar(base, "raw_full", 1)
-                self.load_block(base + self.raw_at + RAW_BYTES, v_map, head, page_a, page_b, page_bits, policy, full)
-        else:
-            stage, parity = step_of(2 * run + 1)
-            target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
-            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
-            if seen == 127:
-                if lane == 0:
-                    self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, full)
-            else:
-                arrived = base + self.v_landed
-                if lane == 0:
-                    self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, arrived)
-                smem.mbarrier_wait(arrived, landed)
-                landed = landed ^ 1
-                for at in cutlass.range((seen + 1) * 8 + lane, 1024, 32, unroll=1):
-                    smem.store_i32x4(target + at * 16, [Int32(0)] * 4)
-                    smem.store_i32x4(target + HALF + at * 16, [Int32(0)] * 4)
-                hopper.fence_async()
-                ptx.warp_barrier()
-                if lane == 0:
-                    hopper.mbarrier_arrive(full)
-        return landed
-
-    # ---- warps 1-3, fp8 only
-
-    @cute.jit
-    def widen_blocks(self, base: Int32, thread: Int32, lane: Int32):
-        run, going = Int32(0), Int32(1)
-        while going != 0:
-            smem.mbarrier_wait(self.bar(base, "raw_full", 0), run & 1)
-            going = Int32(smem.load_i32(base + self.raw_meta) >= 0)
-            if going != 0:
-                self.widen_one(base, thread, lane, 2 * run, 0, Int32(127))
-                smem.mbarrier_wait(self.bar(base, "raw_full", 1), run & 1)
-                self.widen_one(base, thread, lane, 2 * run + 1, 1, smem.load_i32(base + self.raw_meta + 4))
-            run = run + 1
-
-    @cute.jit
-    def widen_one(self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32):
-        stage, parity = step_of(use)
-        smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
-        self.widen_block(base + self.raw_at + raw * RAW_BYTES, base + self.kv_at + stage * TILE_BYTES, thread, seen)
-        hopper.fence_async()
-        ptx.warp_barrier()
-        if lane == 0:
-            hopper.mbarrier_arrive(self.bar(base, "kv_full", stage))
-            hopper.mbarrier_arrive(self.bar(base, "raw_empty", raw))
-
-    @cute.jit
-    def widen_block(self, source: Int32, target: Int32, thread: Int32, seen: Int32):
-        """128 x 128 bytes to 16-bit elements, both in the 128-byte swizzle; rows past `seen` become zeros."""
-        for at in cutlass.range(thread, 1024, WIDENERS, unroll=1):
-            row, chunk = at >> 3, at & 7
-            turn = row & 7
-            words = smem.load_i32x4(source + row * 128 + ((chunk ^ turn) << 4))
-            wide = [x for word in words for x in self.widen(word)]
-            keep = ptx.select(row <= seen, Int32(-1), Int32(0))
-            wide = [x & keep for x in wide]
-            place = target + (chunk >> 2) * HALF + row * 128
-            for part in cutlass.range_constexpr(2):
-                column = (chunk & 3) * 2 + part
-                smem.store_i32x4(place + ((column ^ turn) << 4), wide[4 * part : 4 * part + 4])
-
-    def widen(self, word):
-        """Four fp8 -> two words of the type of q; exact for both."""
-        halves = mma.widen_e4m3(word) if self.kv_dtype == "e4m3" else mma.widen_e5m2(word)
-        if self.dtype == "f16":
-            return list(halves)
-        return [ptx.pack_bf16(*ptx.unpack_fp16(half)) for half in halves]
-
     # ---- consumers
 
     def read_meta(self, base, stage, warp):
-        """(entry of the first 8 rows, of the others, flags | KV head << 8, shift, columns, factor to log2 units)"""
+        """(entry of the first 8 rows, of the others, flags | head of the chunk << 8, shift, columns, factor to log2 units)"""
         meta = base + self.meta_at + stage * META_BYTES
         if self.rows == 16:
             entry = smem.load_i32(meta + warp * 4)
@@ -538,6 +293,9 @@ class Prefill:
         self.probabilities(S, lane, entry0, entry1, shift, columns, scale, place0, place1, sums)
         self.round_probabilities(S, P)
         stage, parity = Int32(1), Int32(0)
+        done0, done1 = Int32(-1), Int32(-1)
+        for i in cutlass.range_constexpr(64):
+            O[i] = Float32(0.0)
         for tile in cutlass.range(first, stop - 1, 1, unroll=1):
             smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
             entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
@@ -547,6 +305,9 @@ class Prefill:
             k_stage = step_of(k_use)[0]
             q = base + self.q_at + stage * TILE_BYTES + group_at
             self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
+            # The tile before last goes out while the keys are multiplied; its registers then take the next product.
+            self.store_partial(O, lane, done0, done1, partials)
+            hopper.pin(O)
             if (flags & NEW) != 0:
                 v_use = v_use + 2
                 self.wait_for_block(base, v_use)
@@ -565,12 +326,14 @@ class Prefill:
             ptx.warp_barrier()
             hopper.wait(0, O)
             self.release(base, lane, "kv_empty", v_stage, flags & LAST)
-            self.store_partial(O, lane, place0, place1, partials)
             self.round_probabilities(S, P)
+            done0, done1 = place0, place1
             place0, place1, flags = next0, next1, flags_n
             stage = stage + 1
             if stage == self.q_stages:
                 stage, parity = Int32(0), parity ^ 1
+        self.store_partial(O, lane, done0, done1, partials)
+        hopper.pin(O)
         if (flags & NEW) != 0:
             v_use = v_use + 2
             self.wait_for_block(base, v_use)
@@ -680,8 +443,10 @@ class Prefill:
         q_policy: Int64,
         kv_policy: Int64,
         chunk: Int32,
-        chunk_bits: Int32,
+        first_token: Int32,
         tokens: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
         kv_heads: Int32,
         group: Int32,
         width: Int32,
@@ -701,8 +466,10 @@ class Prefill:
         lse_token: Int64,
         lse_head: Int64,
         v_scale_head: Int64,
-        combine_first: Int32,
+        combine_token: Int32,
         combine_tokens: Int32,
+        combine_head: Int32,
+        selective: Int32,
         stream: cuda.CUstream,
     ):
         maps = [hopper.example_map(BFloat16) for _ in range(3)]
@@ -718,8 +485,10 @@ class Prefill:
             q_policy,
             kv_policy,
             chunk,
-            chunk_bits,
+            first_token,
             tokens,
+            first_head,
+            chunk_heads,
             kv_heads,
             group,
             width,
@@ -739,12 +508,14 @@ class Prefill:
             lse_token,
             lse_head,
             v_scale_head,
-            combine_first,
+            combine_token,
             combine_tokens,
+            combine_head,
+            selective,
         ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
 
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 10 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 2
+    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 4
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
     return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]

@@ -9,8 +9,8 @@ Tile picture
     S = Q K^T: m64n128k16, 64 rows = 4 tokens; a warp's 16 rows are one token, so what a token may see is the same for a
     warp. O += P V with P from registers. Two such warpgroups share K and V.
 
-Roles (3 warpgroups; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other")
-    loaders      4 warps: shared/union_loaders.py.
+Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other")
+    loaders      4 warps, and 4 that widen float8: shared/union_loaders.py.
     consumers    2 x 4 warps. Q K of the next block is under way while the softmax of this one waits for P V.
                  Blocks that none of a warpgroup's tokens chose are passed on: it waits for "full" and releases.
 
@@ -66,6 +66,7 @@ from shared.union_loaders import (
     TILE,
     TILE_TOKENS,
     V_SCALE,
+    WIDENERS,
     UnionLoaders,
 )
 
@@ -129,8 +130,7 @@ class PrefillUnion(UnionLoaders):
         """S -> P, not normalised. state: m of rows g, g + 8 (log2 units), this lane's l, the last factors, the scales."""
         if (entry >> (8 + (token & 3))) & 1 == 0:
             state[4], state[5] = Float32(1.0), Float32(1.0)
-            for i in cutlass.range_constexpr(64):
-                S[i] = Float32(0.0)
+            hopper.clear(S)
         else:
             if entry & EDGE_BITS != 0:
                 self.mask(S, entry, record, token, lane)
@@ -152,19 +152,24 @@ class PrefillUnion(UnionLoaders):
         high = ptx.clamp(end + token, Int32(0), length) - (((entry >> 16) & 0xFFFF) << 7)
         high = ptx.select((entry & (1 << 13)) != 0, ptx.minimum_i32(high, Int32(64)), high)
         low = ptx.select((entry & (1 << 12)) != 0, Int32(64), Int32(0))
+        # Against constants: the columns' numbers would take 32 registers throughout the loop.
         column = (lane & 3) * 2
+        low, high = low - column, high - column
         for i in range(64):
-            at = column + (i >> 2) * 8 + (i & 1)
-            S[i] = ptx.select((at >= low) & (at < high), ptx.multiply(S[i], sign), Float32(softmax.NEG_INF))
+            at = (i >> 2) * 8 + (i & 1)
+            S[i] = ptx.select((low <= at) & (high > at), ptx.multiply(S[i], sign), Float32(softmax.NEG_INF))
 
     def pack(self, S, P):
         pack = ptx.pack_bf16 if self.mma_dtype == "bf16" else ptx.pack_fp16
         for i in range(32):
             P[i] = pack(S[2 * i], S[2 * i + 1])
 
-    def rescale(self, O, state):
-        for i in range(64):
-            O[i] = ptx.multiply(O[i], state[4 + ((i >> 1) & 1)])
+    @cute.jit
+    def rescale(self, O: cute.Tensor, state: cute.Tensor):
+        """Once the maxima have settled there is nothing to do for most blocks."""
+        if ptx.ballot(Int32((state[4] != Float32(1.0)) | (state[5] != Float32(1.0)))) != 0:
+            for i in cutlass.range_constexpr(64):
+                O[i] = ptx.multiply(O[i], state[4 + ((i >> 1) & 1)])
 
     @cute.jit
     def walk(
@@ -379,17 +384,18 @@ class PrefillUnion(UnionLoaders):
             self.init_barriers(base)
         ptx.barrier()
         ptx.wait_for_previous_kernel()
-        if warp < LOADER_WARPS:
+        if warp < self.first_consumer:
             hopper.give_registers(self.registers[0])
             where = (pages, slots, capacity, page_bits)
             q_at, k_at, v_at = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
             if cutlass.const_expr(self.fp8):
                 if warp == 0:
                     self.issue_copies(base, q_at, k_at, v_at, *where, lane)
-                if warp == 1:
-                    self.widen_blocks(False, base, lane)
-                if warp == 3:
-                    self.widen_blocks(True, base, lane)
+                widener = warp - LOADER_WARPS
+                if (widener >= 0) & (widener < WIDENERS):
+                    self.widen_blocks(False, base, widener, lane)
+                if widener >= WIDENERS:
+                    self.widen_blocks(True, base, widener - WIDENERS, lane)
             else:
                 if warp == 0:
                     self.load_blocks(False, base, k_at, *where, lane)
@@ -403,7 +409,7 @@ class PrefillUnion(UnionLoaders):
                 self.publish_lists(base, *sources, *shape, cta, ctas, lane)
         else:
             hopper.take_registers(self.registers[1])
-            group = (warp >> 2) - 1
+            group = (warp - self.first_consumer) >> 2
             strides = (out_token, out_head, lse_token, lse_head)
             self.consume(base, out, lse, *strides, bf16_query, group, warp & 3, lane)
 

@@ -1,4 +1,4 @@
-"""Every kernel of the decode step once, on problems of a few rows, for compute-sanitizer.
+"""Every kernel of the decode step and of dense attention once, on problems of a few rows, for compute-sanitizer.
 
     python tests/gpu/sanitizer_sweep.py --variant build/torch-stable-abi211-cu130-x86_64-linux --log FILE
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-KERNELS = ("store", "decode_score", "topk", "decode", "combine")
+KERNELS = ("store", "decode_score", "topk", "decode", "dense", "combine")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SECONDS = 60  # of a tool; about 20 are expected
 SPLITS = (1, 2, 4, 16)  # CTAs a row of decode
@@ -61,6 +61,7 @@ class Sweep:
         self.store()
         self.select()
         self.attend()
+        self.dense()
         self.combine()
 
     def store(self):
@@ -128,6 +129,25 @@ class Sweep:
         got = self.call("sparse_attention", out, lse, *inputs, splits)
         if self.reference:
             self.reference.sparse_attention(out, lse, *inputs)
+            close(got[0], out)
+            close(got[1], lse, 1e-3)
+
+    def dense(self):
+        for dtype, splits in ((BF16, 1), (FP16, 2)):
+            self.dense_one(dtype, splits, [2, 1, 1], [700, 131, 0], 128)  # tiles of 64 rows
+            self.dense_one(dtype, splits, [30, 3], [300, 131], 64)  # and of 128
+
+    def dense_one(self, dtype, splits, q_lens, kv_lens, page):
+        tokens, width, pages = sum(q_lens), -(-max(kv_lens) // page), 7
+        q = self.normal(tokens, 16, 128, dtype=dtype)
+        k, v = (self.normal(pages, 1, page, 128, dtype=dtype) for _ in range(2))
+        table = torch.arange(len(q_lens) * width, dtype=torch.int32).view(len(q_lens), width) % pages
+        cu = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
+        inputs = (q, k, v, table, cu, torch.tensor(kv_lens, dtype=torch.int32), 128**-0.5, True, None, None)
+        out, lse = torch.zeros_like(q), torch.zeros(tokens, 16)
+        got = self.call("dense_attention", out, lse, *inputs, splits)
+        if self.reference:
+            self.reference.dense_attention(out, lse, *inputs)
             close(got[0], out)
             close(got[1], lse, 1e-3)
 

@@ -27,10 +27,11 @@ struct DenseArguments {
 
 constexpr std::int64_t kMostDenseSplits = 32;
 
-// How a problem is cut, from shapes and the device alone: rows of a tile (query heads of a KV head times tokens), and
-// CTAs that share a tile's keys. The bits of a result depend on both.
+// How a problem is cut, from shapes and the device alone: rows of a tile (query heads of a KV head times tokens), KV
+// heads whose tiles take turns, and CTAs that share a tile's keys. The bits of a result depend on rows and splits.
 struct DensePlan {
   int rows;  // 64 or 128
+  int neighbours_log2;
   int splits;
 };
 DensePlan dense_plan(std::int64_t tokens, std::int64_t requests, std::int64_t q_heads, std::int64_t kv_heads,

@@ -22,7 +22,14 @@ struct Options {
   // The kernel may start before the one ahead of it in the stream has ended (programmatic dependent launch). Only for
   // kernels that wait for that one before they touch what others write or read (ptx.wait_for_previous_kernel).
   bool overlap = false;
+  // Percent of the L1's memory that is to be shared memory, or -1: what the kernel needs. Kernels that want different
+  // shares don't run on one multiprocessor at a time: it has to fall idle between them.
+  int carveout = -1;
 };
+
+// Carveouts of the kernels that need little shared memory. The rest is L1, which holds the lines of loads under way.
+constexpr int kLeastShared = 8;   // what they need
+constexpr int kMostShared = 100;  // that of the attention kernels
 
 template <class... Types>
 struct Params {

@@ -29,26 +29,29 @@ using CountParams =
 using ScanParams = launch::Params<Address, Address, Address, Address, Address, Address,  // offsets, lengths,
                                                                                          // formulation, counts, bins,
                                                                                          // rows
-                                  I32, I32, I32, I32, I32, I32, I32>;  // T, B, Hkv, reach, blocks, log2 chunk, tile
+                                  I32, I32, I32, I32, I32, I32, I32,
+                                  I32>;  // T, B, Hkv, reach, blocks, log2 chunk, its heads, log2 tile
 using ScatterParams =
     launch::Params<Address, Address, Address, Address, Address,           // ids, page table, offsets, lengths, state
                    Address, Address, Address, Address, Address, Address,  // counts, bins, rows, chunks, heads, entries
                    I64, I64, I64, I64,                                    // as CountParams
                    I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,      // as CountParams
-                   I32, I32, I32>;                                        // log2 chunk, log2 tile, most tiles
+                   I32, I32, I32, I32, I32>;  // log2 chunk, its heads, log2 tile, segments, most tiles
 using ForwardParams =
     launch::Params<Map, Map, Map,                                // q, K, V
                    Address, Address, Address, Address, Address,  // chunks, heads, entries, partials, sums
-                   Address, I64, I64, I64,                       // k_scale, its stride; L2 priorities of q, KV
-                   I32, I32, I32, I32, I32, I32, I32, I32, I32,
-                   I32,  // chunk, log2 chunk, T, Hkv, group, K, log2 page, most tiles, early, 0
+                   Address, I64, I64, I64,                       // k_scale, its stride; L2 priorities of q and KV
+                   I32, I32, I32, I32, I32,            // chunk: number, first token, tokens, first head, heads
+                   I32, I32, I32, I32, I32, I32, I32,  // Hkv, group, K, log2 page, most tiles, early, 0
                    float,
-                   // the combination of the chunk before: as CombineParams up to the first token, then its tokens
-                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32>;
+                   // the combination of the chunk before: as CombineParams, its first token, tokens, first head
+                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32, I32,
+                   I32>;  // some sequences may not take part
 using CombineParams = launch::Params<Address, Address, Address, Address, Address,
                                      Address,                  // partials, sums, state, out, lse, v_scale
                                      I64, I64, I64, I64, I64,  // bytes: out token, head; lse token, head; v_scale head
-                                     I32, I32, I32, I32>;      // first token, Hkv, group, K
+                                     I32, I32, I32, I32,       // chunk: first token, tokens, first head, heads
+                                     I32, I32, I32, I32>;      // Hkv, group, K; some sequences may not take part
 
 static_assert(CountParams::match_all(cubins::invert_count));
 static_assert(ScanParams::match_all(cubins::invert_scan));
@@ -76,15 +79,17 @@ M3_FORWARD(bf16, e5m2)
 M3_FORWARD(f16, e5m2)
 #undef M3_FORWARD
 
-#define M3_COMBINE(q)                                                         \
-  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r16)); \
-  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r8));  \
-  Program combine_##q(int rows) {                                             \
-    if (rows == 16) return cubins::prefill_combine_##q##_r16;                 \
-    return cubins::prefill_combine_##q##_r8;                                  \
+#define M3_COMBINE(q, rows)                                                              \
+  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r##rows));        \
+  static_assert(CombineParams::match_all(cubins::prefill_combine_##q##_r##rows##_wide)); \
+  Program combine_##q##_##rows(bool wide) {                                              \
+    if (wide) return cubins::prefill_combine_##q##_r##rows##_wide;                       \
+    return cubins::prefill_combine_##q##_r##rows;                                        \
   }
-M3_COMBINE(bf16)
-M3_COMBINE(f16)
+M3_COMBINE(bf16, 16)
+M3_COMBINE(bf16, 8)
+M3_COMBINE(f16, 16)
+M3_COMBINE(f16, 8)
 #undef M3_COMBINE
 
 Program forward_program(ScalarType q, ScalarType kv, int rows) {
@@ -99,6 +104,11 @@ Program forward_program(ScalarType q, ScalarType kv, int rows) {
   }
 }
 
+Program combine_program(ScalarType q, int rows, bool wide) {
+  if (q == ScalarType::BFloat16) return rows == 16 ? combine_bf16_16(wide) : combine_bf16_8(wide);
+  return rows == 16 ? combine_f16_16(wide) : combine_f16_8(wide);
+}
+
 template <class... Types>
 void run(Program program, launch::Grid grid, int device, launch::Params<Types...> params) {
   constexpr launch::Options overlap{1, true};
@@ -106,11 +116,19 @@ void run(Program program, launch::Grid grid, int device, launch::Params<Types...
 }
 
 constexpr int kUnitBits = 8;  // UNIT_BITS of invert.py
-constexpr int kMostChunkBits = 11;
+// H200, 64/4 heads, random selections, ms for 2^10, 2^11, 2^12 tokens of one head: bf16 32k / 32k 6.31 6.10 6.22,
+// 8k / 8k - 1.36 1.41, 8k / 128k - 1.87 1.71, 4k / 128k - 0.90 0.87. More tokens fill the tiles of a long context's
+// many blocks; fewer leave less between writing and reading a partial.
+constexpr int kChunkBits = 11, kLongChunkBits = 12;
+constexpr I64 kLongBlocks = 512;
 constexpr I64 kPlaces = 3;           // chunks whose partial results are kept: see sm90/prefill.py, Chunks
 constexpr I64 kMostFusedSlots = 16;  // SLOTS of shared/partials.py
+constexpr I64 kCombiners = 6;        // CTAs of prefill_combine.py that shared memory admits on a multiprocessor
 constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 20;
-constexpr I64 kEvictNormal = 0x1000000000000000;
+// A CTA of the forward should have some twenty tiles of 8 tokens a launch: 512 / 64k took 0.167, 0.157 and 0.163 ms
+// with 4, 2 and 1 heads a chunk.
+constexpr I64 kLeastChoices = 16384;
+constexpr I64 kEvictNormal = 0x1000000000000000, kEvictLast = 0x14F0000000000000;
 constexpr int kHeadBytes = 32;
 
 I64 ceil_div(I64 a, I64 b) { return (a + b - 1) / b; }
@@ -143,7 +161,7 @@ struct Workspace {
       at += (size + 255) / 256 * 256;
       return start;
     };
-    const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * s.heads * s.width;
+    const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * p.chunk_heads * s.width;
     counts = take(p.units * s.heads * s.blocks * 4);
     state = take(s.tokens * s.heads * 8);
     bins = take(p.segments * s.heads * s.blocks * 8);
@@ -202,7 +220,7 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
   run(cubins::invert_scan, segments, device,
       ScanParams{{a.cu_seqlens_q.data_ptr(), a.seqused_k.data_ptr(), formulation, base + w.counts, base + w.bins,
                   base + w.rows, narrow(s.tokens), narrow(s.requests), narrow(s.heads), narrow(s.reach),
-                  narrow(s.blocks), p.chunk_bits, tile_bits}});
+                  narrow(s.blocks), p.chunk_bits, p.chunk_heads, tile_bits}});
   run(cubins::invert_scatter, units, device,
       ScatterParams{{a.block_indices.data_ptr(),
                      a.block_table.data_ptr(),
@@ -230,26 +248,36 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
                      narrow(s.blocks),
                      causal,
                      p.chunk_bits,
+                     p.chunk_heads,
                      tile_bits,
+                     narrow(p.segments),
                      narrow(p.most_tiles)}});
 }
 
 }  // namespace
 
-KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits) {
+KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits, int chunk_heads) {
   const Shape s(a);
   KvStationaryPlan p{};
+  const int most_bits = s.blocks > kLongBlocks ? kLongChunkBits : kChunkBits;
   p.rows = s.group > 8 ? 16 : 8;
+  p.chunk_heads = chunk_heads;
+  if (chunk_heads == 0) {
+    // As few heads as give a launch enough tiles: the more tokens of a head a chunk holds, the fuller are its tiles.
+    const I64 tokens = std::min(s.tokens, I64{1} << most_bits);
+    for (p.chunk_heads = 1; p.chunk_heads < s.heads; ++p.chunk_heads)
+      if (s.heads % p.chunk_heads == 0 && tokens * p.chunk_heads * s.width >= kLeastChoices) break;
+  }
   p.chunk_bits = chunk_bits;
   if (chunk_bits == 0) {
-    p.chunk_bits = kMostChunkBits;
-    const I64 token_slots = s.heads * s.width;
-    while (p.chunk_bits > kUnitBits && partial_bytes(token_slots << p.chunk_bits, p.rows) > kMostPartialBytes)
-      --p.chunk_bits;
+    p.chunk_bits = most_bits;
+    const I64 slots = p.chunk_heads * s.width;
+    while (p.chunk_bits > kUnitBits && partial_bytes(slots << p.chunk_bits, p.rows) > kMostPartialBytes) --p.chunk_bits;
   }
   p.units = ceil_div(s.tokens, I64{1} << kUnitBits) + s.requests;
-  p.chunks = ceil_div(s.tokens, I64{1} << p.chunk_bits);
-  p.segments = p.chunks + s.requests;
+  p.token_chunks = ceil_div(s.tokens, I64{1} << p.chunk_bits);
+  p.chunks = p.token_chunks * (s.heads / p.chunk_heads);
+  p.segments = p.token_chunks + s.requests;
   // Every bin may leave one tile partly filled.
   const I64 choices = s.tokens * s.heads * s.width;
   p.most_tiles = choices / (128 / p.rows) + std::min(p.segments * s.heads * s.blocks, choices);
@@ -260,6 +288,7 @@ KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits) {
 const char* kv_stationary_refuses(const DecodeArguments& a) {
   const Shape s(a);
   const I64 size = a.k_cache.element_size();
+  if (s.pages == 0) return "the KV-stationary prefill takes a cache with at least one page";
   if (s.tokens >= 1 << 26) return "the KV-stationary prefill takes fewer than 2^26 tokens";
   if (!launch::fits_tensor_map(a.q.size(1), a.q.stride(1) * 2) || !launch::fits_tensor_map(s.tokens, a.q.stride(0) * 2))
     return "the KV-stationary prefill takes strides of q that a tensor map can hold";
@@ -275,11 +304,11 @@ const char* kv_stationary_refuses(const DecodeArguments& a) {
   return nullptr;
 }
 
-void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, int chunk_bits) {
+void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, int chunk_bits, int chunk_heads) {
   const Shape s(a);
   if (s.tokens * s.heads == 0) return;
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
-  const KvStationaryPlan p = plan_kv_stationary(a, chunk_bits);
+  const KvStationaryPlan p = plan_kv_stationary(a, chunk_bits, chunk_heads);
   const Workspace w(s, p);
   const I64 bytes[] = {w.bytes};
   const Tensor workspace = torch::stable::new_empty(a.q, {bytes, 1}, ScalarType::Byte);
@@ -290,62 +319,79 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                                        {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, static_cast<unsigned>(p.rows), 1});
   const Map k_map = cache_map(a.k_cache), v_map = cache_map(a.v_cache);
   const Program forward = forward_program(a.q.scalar_type(), a.k_cache.scalar_type(), p.rows);
-  const Program combine = a.q.scalar_type() == ScalarType::BFloat16 ? combine_bf16(p.rows) : combine_f16(p.rows);
-  const auto ctas = static_cast<unsigned>(launch::multiprocessors(device));
-  // Combines a chunk by itself; the forward of the next chunk has these arguments too.
-  auto combine_params = [&](I64 chunk) {
-    return CombineParams{{base + w.partials[chunk % kPlaces], base + w.sums[chunk % kPlaces], base + w.state,
-                          a.out.data_ptr(), address(a.lse), address(a.v_scale), a.out.stride(0) * 2,
-                          a.out.stride(1) * 2, a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
-                          a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
-                          narrow(chunk << p.chunk_bits), narrow(s.heads), narrow(s.group), narrow(s.width)}};
-  };
-  auto tokens_of = [&](I64 chunk) { return std::min(s.tokens - (chunk << p.chunk_bits), I64{1} << p.chunk_bits); };
   const bool fused = s.width <= kMostFusedSlots;
-  for (I64 chunk = 0; chunk < p.chunks; ++chunk) {
-    const bool tail = fused && chunk > 0;
-    const auto [c_partials, c_sums, c_state, c_out, c_lse, c_scale, out_token, out_head, lse_token, lse_head,
-                scale_head, first, heads, group, width] = combine_params(tail ? chunk - 1 : 0).values;
-    run(forward, {ctas}, device,
+  const Program combine = combine_program(a.q.scalar_type(), p.rows, !fused);
+  const I32 selective = formulation != nullptr ? 1 : 0;
+  struct Chunk {
+    I64 first_token, tokens, first_head, place;
+  };
+  auto chunk_of = [&](I64 number) {
+    const I64 first = number % p.token_chunks << p.chunk_bits;
+    return Chunk{first, std::min(s.tokens - first, I64{1} << p.chunk_bits), number / p.token_chunks * p.chunk_heads,
+                 number % kPlaces};
+  };
+  // Combines a chunk by itself; the forward of the next chunk has these arguments too.
+  auto combine_params = [&](const Chunk& c) {
+    return CombineParams{{base + w.partials[c.place], base + w.sums[c.place], base + w.state, a.out.data_ptr(),
+                          address(a.lse), address(a.v_scale), a.out.stride(0) * 2, a.out.stride(1) * 2,
+                          a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
+                          a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
+                          narrow(c.first_token), narrow(c.tokens), narrow(c.first_head), p.chunk_heads, narrow(s.heads),
+                          narrow(s.group), narrow(s.width), selective}};
+  };
+  const I64 ctas = launch::multiprocessors(device);
+  for (I64 number = 0; number < p.chunks; ++number) {
+    const Chunk c = chunk_of(number);
+    const bool beside = fused && number > 0;
+    const auto [partials, sums, state, out, lse, v_scale, out_token, out_head, lse_token, lse_head, scale_head,
+                first_token, tokens, first_head, chunk_heads, heads, group, width, some] =
+        combine_params(beside ? chunk_of(number - 1) : c).values;
+    run(forward, {static_cast<unsigned>(ctas)}, device,
         ForwardParams{{q_map,
                        k_map,
                        v_map,
                        base + w.chunks,
                        base + w.heads,
                        base + w.entries,
-                       base + w.partials[chunk % kPlaces],
-                       base + w.sums[chunk % kPlaces],
+                       base + w.partials[c.place],
+                       base + w.sums[c.place],
                        address(a.k_scale),
                        scale_stride(a.k_scale),
+                       kEvictLast,
                        kEvictNormal,
-                       kEvictNormal,
-                       narrow(chunk),
-                       p.chunk_bits,
-                       narrow(s.tokens),
+                       narrow(number),
+                       narrow(c.first_token),
+                       narrow(c.tokens),
+                       narrow(c.first_head),
+                       chunk_heads,
                        heads,
                        group,
                        width,
                        s.page == 128 ? 7 : 6,
                        narrow(p.most_tiles),
-                       chunk > 0 ? 1 : 0,
+                       number > 0 ? 1 : 0,
                        0,
                        static_cast<float>(a.softmax_scale),
-                       c_partials,
-                       c_sums,
-                       c_state,
-                       c_out,
-                       c_lse,
-                       c_scale,
+                       partials,
+                       sums,
+                       state,
+                       out,
+                       lse,
+                       v_scale,
                        out_token,
                        out_head,
                        lse_token,
                        lse_head,
                        scale_head,
-                       first,
-                       tail ? narrow(tokens_of(chunk - 1)) : 0}});
-    if (!fused || chunk + 1 == p.chunks)
-      run(combine, {static_cast<unsigned>(tokens_of(chunk)), static_cast<unsigned>(s.heads)}, device,
-          combine_params(chunk));
+                       first_token,
+                       beside ? tokens : 0,
+                       first_head,
+                       some}});
+    if (!fused || number + 1 == p.chunks) {
+      const I64 rows = c.tokens * p.chunk_heads;
+      run(combine, {static_cast<unsigned>(fused ? std::min(rows, kCombiners * ctas) : rows)}, device,
+          combine_params(c));
+    }
   }
 }
 

@@ -16,7 +16,8 @@ using TensorMap = CUtensorMap;
 // zeros. Needs: base and strides multiples of 16, a box at most 128 bytes wide. A dimension of extent 1 may have any
 // stride.
 TensorMap tensor_map(const void* base, int element_bytes, std::initializer_list<std::int64_t> extents,
-                     std::initializer_list<std::int64_t> byte_strides, std::initializer_list<unsigned> box);
+                     std::initializer_list<std::int64_t> byte_strides, std::initializer_list<unsigned> box,
+                     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 
 // Whether `tensor_map` can describe a dimension with this stride and extent.
 constexpr bool fits_tensor_map(std::int64_t extent, std::int64_t byte_stride) {

@@ -19,7 +19,7 @@ BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
 COMPILED = "compiled, not yet run on hardware"
-EMULATED = "compiled, emulated; not yet run on hardware"
+EMULATED = "compiled, emulated; not yet run on hardware"  # docs/ptx_emulator.md says what that proves
 MISSING = "not implemented"
 
 
@@ -78,9 +78,9 @@ _AOT = {
     "merge_states": ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16"),
 }
 _SM90_ONLY = {("block_scores", "e4m3+e4m3"), ("select_blocks", "e4m3+e4m3")}
-_ARCHITECTURES = {"sm_90": MEASURED, "sm_100": COMPILED, "sm_103": COMPILED}
+_ARCHITECTURES = {"sm_90": MEASURED, "sm_100": EMULATED, "sm_103": EMULATED}
 # Operations with kernels for some of the architectures only.
-_ARCHITECTURES_OF = {"dense_attention": {"sm_90": EMULATED}}
+_ARCHITECTURES_OF = {"dense_attention": {"sm_90": MEASURED}}
 
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]

@@ -82,7 +82,7 @@ u32 special_value(const Warp& w, i32 kind, i64 value, u32 lane) {
     case kClusterRank:
       return c.rank;
     case kClusterSize:
-      return static_cast<u32>(c.cluster->ctas.size());
+      return s.cluster[0] * s.cluster[1] * s.cluster[2];
     case kSharedAddress:
       return (c.rank << kRankShift) + static_cast<u32>(value);
     case kTotalShared:
@@ -218,8 +218,8 @@ void Cta::complete_bytes(u32 address, i64 bytes) {
   settle(address, b);
 }
 
-// What still uses this CTA's shared memory when it may already belong to another one. Not cp.async, which hardware drains,
-// and not st.async, whose data come from registers.
+// What still uses this CTA's shared memory when it may already belong to another one. Not cp.async, which hardware
+// drains, and not st.async, whose data come from registers.
 void Cta::leave() {
   const auto check = [&](const auto& list) {
     for (const AsyncPtr& op : list)

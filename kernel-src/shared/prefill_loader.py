@@ -1,0 +1,291 @@
+"""Loading warps of the KV-stationary prefill (sm90/prefill.py): lists in, tiles of K, V and Q out to shared memory.
+
+Warp 0 walks the CTA's tiles and reads heads and entries (invert.py) two tiles ahead. K and V of a block are copied once a run
+of tiles, in turn into one ring of KV_STAGES: use 2 r is K of run r, use 2 r + 1 its V. Q is gathered into a ring of its own,
+a box of `rows` query heads for each token and half of D. fp8 blocks land in two raw buffers, one for K and one for V, and
+warps 1-3 widen them into the ring.
+
+A stage is full (mbarrier `full`) once its bytes are there or, widened, once the three widening warps have arrived; the
+consumers' warps free it (`empty`). Rows of V that no token sees are made zeros: 0 * NaN is NaN.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from shared import hopper, mma, ptx, smem, softmax
+
+CONSUMER_WARPS = 8
+TILE_BYTES = 32768  # 128 x 128 x 2
+HALF = TILE_BYTES // 2  # of 64 columns
+RAW_BYTES = 16384
+KV_STAGES = 3
+HEAD_BYTES, META_BYTES = 32, 128
+NEW, LAST = 1, 2  # flags of a tile: first, last of its block in this CTA
+WIDENERS = 96
+
+
+def step_of(number):
+    """(stage, parity of its completed fills) of the n-th use of the ring of K and V."""
+    turn = number // KV_STAGES
+    return number - turn * KV_STAGES, turn & 1
+
+
+class TileLoader:
+    def __init__(self, q_dtype, kv_dtype, rows, ring_bytes, weights_bytes):
+        """`ring_bytes`, `weights_bytes`: shared memory of the combining warps."""
+        self.dtype, self.kv_dtype, self.rows = q_dtype, kv_dtype, rows
+        self.fp8 = kv_dtype in ("e4m3", "e5m2")
+        self.tokens = 128 // rows  # of a tile
+        self.q_stages = 2 if self.fp8 else 3
+        self.kv_at = 0
+        self.q_at = KV_STAGES * TILE_BYTES
+        self.raw_at = self.q_at + self.q_stages * TILE_BYTES
+        self.ring_at = self.raw_at + (2 * RAW_BYTES if self.fp8 else 0)
+        self.mbarriers_at = self.ring_at + ring_bytes
+        names = ["q_full", "q_empty", "kv_full", "kv_empty", "raw_full", "raw_empty"]
+        self.mbarrier = {name: self.mbarriers_at + 32 * i for i, name in enumerate(names)}
+        self.v_landed = self.mbarriers_at + 32 * len(names)
+        self.raw_meta = self.v_landed + 8
+        self.meta_at = self.mbarriers_at + 256
+        self.weights_at = self.meta_at + self.q_stages * META_BYTES
+        self.dynamic_smem = self.weights_at + weights_bytes
+
+    def bar(self, base, name, stage):
+        return base + self.mbarrier[name] + stage * 8
+
+    # ---- warp 0 of the CTA
+
+    def load_head(self, heads, tile, ok):
+        """(number, KV head | tokens << 16, page, page, a, columns) of a tile; number -1 where `ok` is 0."""
+        at = heads + Int64(tile) * HEAD_BYTES
+        return ptx.load_i32_batch([(at + 4 * i, ok, -1 if i == 0 else 0) for i in range(6)])
+
+    @cute.jit
+    def produce(
+        self,
+        base: Int32,
+        lane: Int32,
+        first: Int32,
+        stop: Int32,
+        q_map: Int64,
+        k_map: Int64,
+        v_map: Int64,
+        heads: Int64,
+        entries: Int64,
+        k_scale: Int64,
+        k_scale_head: Int64,
+        q_policy: Int64,
+        kv_policy: Int64,
+        first_token: Int32,
+        chunk_tokens: Int32,
+        first_head: Int32,
+        chunk_heads: Int32,
+        group: Int32,
+        width: Int32,
+        page_bits: Int32,
+        softmax_scale: Float32,
+    ):
+        number, packed, page_a, page_b, shift, columns = self.load_head(heads, first, Int32(1))
+        head_next = self.load_head(heads, first + 1, Int32(first + 1 < stop))
+        number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n = head_next
+        entry = self.load_entry(entries, first, packed, lane, Int32(1))
+        stage, q_parity = Int32(0), Int32(1)
+        run, previous, landed = Int32(-1), Int32(-1), Int32(0)
+        for tile in cutlass.range(first, stop, 1, unroll=1):
+            entry_n = self.load_entry(entries, tile + 1, packed_n, lane, Int32(tile + 1 < stop))
+            head_2 = self.load_head(heads, tile + 2, Int32(tile + 2 < stop))
+            number_2, packed_2, page_a_2, page_b_2, shift_2, columns_2 = head_2
+
+            head = ptx.clamp(packed & 0xFFFF, first_head, first_head + chunk_heads - 1)
+            # What a list says may be wrong; what it leads to lies within the chunk.
+            local, slot = entry >> 5, entry & 31
+            good = Int32((entry >= 0) & (local < chunk_tokens) & (slot < width))
+            entry = ptx.select(good != 0, entry, Int32(-1))
+            is_new = number != previous
+            is_last = (tile + 1 == stop) | (number_n != number)
+            seen = columns & 0xFF
+            if is_new:
+                run = run + 1
+                self.load_keys(base, lane, k_map, head, page_a, page_b, page_bits, kv_policy, run)
+
+            # Q and what the consumers must know
+            q_full = self.bar(base, "q_full", stage)
+            smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
+            meta = base + self.meta_at + stage * META_BYTES
+            if lane < self.tokens:
+                smem.store_i32(meta + lane * 4, entry)
+            if lane == 16:
+                scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
+                flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
+                scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
+                smem.store_i32x4(meta + 64, [flags | ((head - first_head) << 8), shift, columns, scale])
+            ptx.warp_barrier()
+            present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))
+            if lane == 0:
+                smem.mbarrier_expect(q_full, present * (self.rows * 256))
+            ptx.warp_barrier()
+            entry_here = ptx.shuffle(entry, lane >> 1)
+            if (lane < 2 * self.tokens) & (entry_here >= 0):
+                target = base + self.q_at + stage * TILE_BYTES + (lane & 1) * HALF + (lane >> 1) * (self.rows * 128)
+                at = [(lane & 1) * 64, head * group, first_token + (entry_here >> 5)]
+                hopper.tma_load(target, q_map, at, q_full, q_policy)
+
+            if is_new:
+                landed = self.load_values(
+                    base, lane, v_map, head, page_a, page_b, page_bits, kv_policy, run, seen, landed
+                )
+            previous = number
+            number, packed, page_a, page_b, shift, columns = number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n
+            number_n, packed_n, page_a_n, page_b_n = number_2, packed_2, page_a_2, page_b_2
+            shift_n, columns_n = shift_2, columns_2
+            entry = entry_n
+            stage = stage + 1
+            if stage == self.q_stages:
+                stage, q_parity = Int32(0), q_parity ^ 1
+            ptx.warp_barrier()
+        if cutlass.const_expr(self.fp8):
+            run = run + 1
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)
+            if lane == 0:
+                smem.store_i32(base + self.raw_meta, Int32(-1))
+                hopper.mbarrier_arrive(self.bar(base, "raw_full", 0))
+
+    def load_entry(self, entries, tile, packed, lane, ok):
+        present = Int32(lane < ptx.minimum_i32(packed >> 16, Int32(self.tokens))) & ok
+        return ptx.load_i32_if(entries + (Int64(tile) * self.tokens + Int64(lane)) * 4, present, -1)
+
+    @cute.jit
+    def load_block(
+        self, target: Int32, tensor_map: Int64, head: Int32, a: Int32, b: Int32, bits: Int32, policy: Int64, full: Int32
+    ):
+        """A block of K or V: boxes of 128 bytes x page."""
+        if cutlass.const_expr(self.fp8):
+            smem.mbarrier_expect(full, RAW_BYTES)
+            hopper.tma_load(target, tensor_map, [Int32(0), Int32(0), head, a], full, policy)
+            if bits == 6:
+                hopper.tma_load(target + RAW_BYTES // 2, tensor_map, [Int32(0), Int32(0), head, b], full, policy)
+        else:
+            smem.mbarrier_expect(full, TILE_BYTES)
+            for half in cutlass.range_constexpr(2):
+                at = [Int32(64 * half), Int32(0), head]
+                hopper.tma_load(target + half * HALF, tensor_map, [*at, a], full, policy)
+                if bits == 6:
+                    hopper.tma_load(target + half * HALF + HALF // 2, tensor_map, [*at, b], full, policy)
+
+    @cute.jit
+    def load_keys(
+        self,
+        base: Int32,
+        lane: Int32,
+        k_map: Int64,
+        head: Int32,
+        page_a: Int32,
+        page_b: Int32,
+        page_bits: Int32,
+        policy: Int64,
+        run: Int32,
+    ):
+        if cutlass.const_expr(self.fp8):
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)
+            if lane == 0:
+                smem.store_i32(base + self.raw_meta, Int32(127))
+                full = self.bar(base, "raw_full", 0)
+                self.load_block(base + self.raw_at, k_map, head, page_a, page_b, page_bits, policy, full)
+        else:
+            stage, parity = step_of(2 * run)
+            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
+            if lane == 0:
+                target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
+                self.load_block(target, k_map, head, page_a, page_b, page_bits, policy, full)
+
+    @cute.jit
+    def load_values(
+        self,
+        base: Int32,
+        lane: Int32,
+        v_map: Int64,
+        head: Int32,
+        page_a: Int32,
+        page_b: Int32,
+        page_bits: Int32,
+        policy: Int64,
+        run: Int32,
+        seen: Int32,
+        landed: Int32,
+    ):
+        """Rows of V past column `seen`, which no token sees, become zeros. Returns the parity of `v_landed`."""
+        if cutlass.const_expr(self.fp8):
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 1), (run & 1) ^ 1)
+            if lane == 0:
+                smem.store_i32(base + self.raw_meta + 4, seen)
+                full = self.bar(base, "raw_full", 1)
+                self.load_block(base + self.raw_at + RAW_BYTES, v_map, head, page_a, page_b, page_bits, policy, full)
+        else:
+            stage, parity = step_of(2 * run + 1)
+            target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
+            smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
+            if seen == 127:
+                if lane == 0:
+                    self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, full)
+            else:
+                arrived = base + self.v_landed
+                if lane == 0:
+                    self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, arrived)
+                smem.mbarrier_wait(arrived, landed)
+                landed = landed ^ 1
+                for at in cutlass.range((seen + 1) * 8 + lane, 1024, 32, unroll=1):
+                    smem.store_i32x4(target + at * 16, [Int32(0)] * 4)
+                    smem.store_i32x4(target + HALF + at * 16, [Int32(0)] * 4)
+                hopper.fence_async()
+                ptx.warp_barrier()
+                if lane == 0:
+                    hopper.mbarrier_arrive(full)
+        return landed
+
+    # ---- warps 1-3, fp8 only
+
+    @cute.jit
+    def widen_blocks(self, base: Int32, thread: Int32, lane: Int32):
+        run, going = Int32(0), Int32(1)
+        while going != 0:
+            smem.mbarrier_wait(self.bar(base, "raw_full", 0), run & 1)
+            going = Int32(smem.load_i32(base + self.raw_meta) >= 0)
+            if going != 0:
+                self.widen_one(base, thread, lane, 2 * run, 0, Int32(127))
+                smem.mbarrier_wait(self.bar(base, "raw_full", 1), run & 1)
+                self.widen_one(base, thread, lane, 2 * run + 1, 1, smem.load_i32(base + self.raw_meta + 4))
+            run = run + 1
+
+    @cute.jit
+    def widen_one(self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32):
+        stage, parity = step_of(use)
+        smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
+        self.widen_block(base + self.raw_at + raw * RAW_BYTES, base + self.kv_at + stage * TILE_BYTES, thread, seen)
+        hopper.fence_async()
+        ptx.warp_barrier()
+        if lane == 0:
+            hopper.mbarrier_arrive(self.bar(base, "kv_full", stage))
+            hopper.mbarrier_arrive(self.bar(base, "raw_empty", raw))
+
+    @cute.jit
+    def widen_block(self, source: Int32, target: Int32, thread: Int32, seen: Int32):
+        """128 x 128 bytes to 16-bit elements, both in the 128-byte swizzle; rows past `seen` become zeros."""
+        for at in cutlass.range(thread, 1024, WIDENERS, unroll=1):
+            row, chunk = at >> 3, at & 7
+            turn = row & 7
+            words = smem.load_i32x4(source + row * 128 + ((chunk ^ turn) << 4))
+            wide = [x for word in words for x in self.widen(word)]
+            keep = ptx.select(row <= seen, Int32(-1), Int32(0))
+            wide = [x & keep for x in wide]
+            place = target + (chunk >> 2) * HALF + row * 128
+            for part in cutlass.range_constexpr(2):
+                column = (chunk & 3) * 2 + part
+                smem.store_i32x4(place + ((column ^ turn) << 4), wide[4 * part : 4 * part + 4])
+
+    def widen(self, word):
+        """Four fp8 -> two words of the type of q; exact for both."""
+        halves = mma.widen_e4m3(word) if self.kv_dtype == "e4m3" else mma.widen_e5m2(word)
+        if self.dtype == "f16":
+            return list(halves)
+        return [ptx.pack_bf16(*ptx.unpack_fp16(half)) for half in halves]

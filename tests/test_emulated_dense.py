@@ -1,0 +1,142 @@
+"""The dense attention programs in the PTX emulator, through the public functions and the launcher, against float64.
+
+Needs `--backend=emulated`. The cases are those of the CPU tests: hostile tables and lengths, poison past every end.
+"""
+
+import cases
+import oracle
+import pytest
+import torch
+
+import m3_sparse
+from m3_sparse import ops
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def attend(case, splits=1, causal=True, scale=128**-0.5, with_lse=True):
+    """(out, lse) of the operator with the number of splits given."""
+    (q, k_cache, v_cache, table), options = case.dense()
+    out, lse = cases.nan_like(q.shape, q.dtype), cases.nan_like(q.shape[:2], torch.float32) if with_lse else None
+    ops.BUILT["dense_attention", "aot"](
+        out, lse, q, k_cache, v_cache, table, options["cu_seqlens_q"], options["seqused_k"], scale, causal,
+        options["k_scale"], options["v_scale"], splits,
+    )  # fmt: skip
+    return out, lse
+
+
+def check(case, splits=1, causal=True, scale=128**-0.5):
+    args, options = case.dense()
+    want = oracle.dense_attention(*args, **options, causal=causal, softmax_scale=scale)
+    oracle.check_attention(*attend(case, splits, causal, scale), *want)
+
+
+# page, heads, layout, causal, scales, q_lens, kv_lens: tiles of 64 rows, then of 128
+PROBLEMS = {
+    "decode": (128, (32, 2), "hnd", True, None, [1, 3], [300, 17]),
+    "verify": (64, (8, 2), "packed", True, "head", [4, 0, 2], [200, 64, 129]),
+    "full": (64, (12, 1), "nhd", False, "scalar", [2, 1], [129, 0]),
+    "prefill": (128, (16, 1), "nhd", True, None, [19], [530]),
+    "chunked": (64, (10, 2), "padded", True, "scalar", [30, 7], [131, 400]),
+    "overlapping": (128, (8, 2), "dense", False, "head", [40], [300]),
+    "mha": (128, (2, 2), "hnd", True, None, [140], [140]),
+    "more queries than keys": (128, (16, 1), "hnd", True, None, [30], [9]),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_against_float64(emulation, name, dtype):
+    page, heads, layout, causal, scales, q_lens, kv_lens = PROBLEMS[name]
+    case = cases.make(
+        q_lens, kv_lens, heads=heads, page=page, dtype=dtype, layout=layout, scales=scales, pad_rows=len(q_lens) - 1,
+        seed=len(name),
+    )  # fmt: skip
+    for splits in (1, 3):
+        with emulation.policy("eager+race"):
+            check(case, splits, causal)
+
+
+@pytest.mark.parametrize("policy", ["late", "late:tma", "late:wgmma", "random1+race", "random2+race"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("wrong_page", [False, True], ids=["interior", "masked"])  # of the loop over key blocks
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_completion_and_schedule_change_no_bit(emulation, policy, dtype, tokens, wrong_page):
+    case = cases.make([tokens, 1], [1000, 77], heads=(8, 1), dtype=dtype, page=64)
+    if wrong_page:
+        case.block_table[:, 0] = -1
+    for splits in (1, 2):
+        want = attend(case, splits)
+        with emulation.policy(policy):
+            got = attend(case, splits)
+        for a, b in zip(got, want):
+            oracle.check_bitwise(a, b, policy)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scale_of_any_sign(emulation, scale, dtype):
+    for q_lens in ([2], [20]):
+        with emulation.policy("eager+race"):
+            check(cases.make(q_lens, [200], heads=(8, 1), dtype=dtype), 1, True, scale)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [1, 150])
+def test_many_requests_and_pages(emulation, tokens, dtype):
+    """More requests than a round of the search looks at, more page numbers than a warp holds."""
+    check(
+        cases.make([tokens, 0] * 70, [5, 3] * 69 + [33 * 64 + 1, 0], heads=(16 // tokens or 1, 1), dtype=dtype, page=64)
+    )
+
+
+def test_through_the_public_function(emulation):
+    case = cases.make([1, 25], [130, 300], heads=(32, 2), dtype=BF16)
+    args, options = case.dense()
+    with m3_sparse.backend("aot"):
+        out, lse = cases.call_dense(m3_sparse.dense_attention, case)
+    oracle.check_attention(out, lse, *oracle.dense_attention(*args, **options))
+    assert emulation.driver.results[-1].ctas == (26 + 3 * 7) // 8 * 2
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("page", [64, 128])
+def test_page_numbers_outside_the_cache_contribute_nothing(emulation, page, dtype):
+    """The tokens of a wrong page are no tokens: the same rows over caches that lack them."""
+    for q_lens in ([2], [20]):
+        case = cases.make(q_lens, [500], heads=(8, 1), dtype=dtype, page=page, style="clean", seed=page)
+        keys, values = (
+            cache[case.block_table[0, : -(-500 // page)].long(), 0].double() for cache in (case.k_cache, case.v_cache)
+        )
+        bad = [1, 3] if page == 128 else [0, 3, 6]
+        case.block_table[0, bad] = torch.tensor([-1, case.k_cache.shape[0], 1 << 30][: len(bad)], dtype=torch.int32)
+        position = torch.arange(500)
+        position = position[~torch.isin(position // page, torch.tensor(bad))]
+        keys, values = (x.flatten(0, 1)[position] for x in (keys, values))
+        logits = torch.einsum("tgd,kd->tgk", case.q.double(), keys) * 128**-0.5
+        hidden = position > 500 - q_lens[0] + torch.arange(q_lens[0])[:, None]
+        logits.masked_fill_(hidden[:, None], -torch.inf)
+        want = torch.einsum("tgk,kd->tgd", logits.softmax(-1), values), logits.logsumexp(-1)
+        for splits in (1, 3):
+            with emulation.policy("eager+race"):
+                oracle.check_attention(*attend(case, splits), *want)
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_wrong_numbers_stay_inside(emulation, tokens):
+    """Lengths, offsets and pages are data: whatever they hold, only the tensors given are touched."""
+    wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
+    for seed in range(6):
+        case = cases.make([tokens, tokens], [300, 400], heads=(8, 1), dtype=BF16, page=(64, 128)[seed % 2], seed=seed)
+        pick = torch.Generator().manual_seed(seed)
+        for tensor in (case.cu_seqlens_q, case.seqused_k, case.block_table):
+            at = torch.rand(tensor.shape, generator=pick) < 0.4
+            tensor[at] = wild[torch.randint(0, len(wild), tensor.shape, generator=pick)][at]
+        attend(case, 1 + seed % 3, with_lse=bool(seed & 1))
+
+
+def test_every_block_was_executed(emulation):
+    """The last test of this file."""
+    facts = emulation.driver.manifests
+    assert len([e for e in emulation.driver.programs if facts[e]["kernel"] == "dense"]) == 4
+    assert emulation.unexecuted("dense") == {}

@@ -1,0 +1,233 @@
+"""The KV-stationary prefill's launches without a GPU: what the C++ side packs, checked against manifests and tensors.
+
+Each check runs in a process of its own (`python tests/test_prefill.py NAME`), where recording_driver.c is the CUDA driver.
+What the kernels compute is tested in tests/gpu/test_prefill_gpu.py; tests/test_invert.py looks at the plan.
+"""
+
+import pytest
+from launch_checks import LaunchChecks, error_of, needs_variant, operators
+
+check = LaunchChecks(__file__)
+MULTIPROCESSORS = 132  # of the recorded device
+PLACES = 3
+EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
+STAGES = ("invert_count", "invert_scan", "invert_scatter")
+
+
+def entry(program, arch="sm90a"):
+    return f"m3s_{program}_{arch}_0"
+
+
+def problem(q="bfloat16", kv="bfloat16", tokens=300, batch=2, heads=(32, 2), pages=9, page=128, table=6, topk=16):
+    """Positional arguments of the operator, contiguous."""
+    import torch
+
+    qt, kt = getattr(torch, q), getattr(torch, kv)
+    query = torch.zeros(tokens, heads[0], 128, dtype=qt)
+    k_cache, v_cache = (torch.zeros(pages, heads[1], page, 128, dtype=torch.float32).to(kt) for _ in range(2))
+    ids = torch.zeros(tokens, heads[1], topk, dtype=torch.int32)
+    pages_of = torch.zeros(batch, table, dtype=torch.int32)
+    cu, used = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    out, lse = torch.empty_like(query), torch.empty(tokens, heads[0])
+    return [out, lse, query, k_cache, v_cache, ids, pages_of, cu, used, 0.25, True, None, None]
+
+
+def launches(driver, *arguments):
+    """Of one call, in order."""
+    operators().aot_sparse_attention_kv_stationary(*arguments)
+    result = list(driver.launches)
+    driver.launches.clear()
+    return result
+
+
+@check
+def packs_every_parameter(driver):
+    import torch
+
+    short = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+    pairs = [(q, kv) for q in ("bfloat16", "float16") for kv in (q, "float8_e4m3fn", "float8_e5m2")]
+    for (q, kv), (group, page) in [(pair, shape) for pair in pairs for shape in ((16, 128), (8, 64), (3, 128))]:
+        qt, kt = getattr(torch, q), getattr(torch, kv)
+        size, rows, heads, tokens = kt.itemsize, 16 if group > 8 else 8, 2, 300
+        wide = torch.zeros(tokens, heads * group + 2, 160, dtype=qt)
+        query = wide[:, 1 : 1 + heads * group, 16:144]
+        out = torch.zeros(heads * group, tokens, 128, dtype=qt).transpose(0, 1)
+        packed = torch.zeros(9, heads, page, 256, dtype=torch.float32).to(kt)
+        k_cache, v_cache = packed[..., :128], packed.transpose(1, 2).contiguous().transpose(1, 2)[..., 128:]
+        ids = torch.zeros(7, heads, tokens, dtype=torch.int32).permute(2, 1, 0)
+        table = torch.zeros(2, 9, dtype=torch.int32)[:, :6]
+        cu, used = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        formulation = torch.ones(2, dtype=torch.int32)
+        lse = torch.zeros(tokens, 90)[:, : heads * group]
+        k_scale, v_scale = torch.ones(heads), torch.ones(1)
+        arguments = (out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, page == 64, k_scale, v_scale)
+        count, scan, scatter, forward, combine = launches(driver, *arguments, formulation)
+        blocks, page_bits, causal = 6 * page // 128, 7 if page == 128 else 6, int(page == 64)
+        units, segments, tile = 2 + 2, 1 + 2, 128 // rows
+        tiles = tokens * heads * 7 // tile + segments * heads * blocks
+        where = [ids.data_ptr(), table.data_ptr(), cu.data_ptr(), used.data_ptr()]
+        strides = [s * 4 for s in ids.stride()] + [table.stride(0) * 4]
+        shape = [tokens, 2, heads, 7, 6, 9, page_bits, 6 * page, blocks, causal]
+
+        assert [x.entry for x in (count, scan, scatter)] == [entry(name) for name in STAGES]
+        assert count.grid == scatter.grid == (units, heads, 1) and scan.grid == (segments, heads, 1)
+        counts, state = count.params[5:7]
+        assert count.params[:5] == [*where, formulation.data_ptr()] and count.params[7:] == strides + shape
+        bins, row_tiles = scan.params[4:6]
+        assert scan.params[:4] == [cu.data_ptr(), used.data_ptr(), formulation.data_ptr(), counts]
+        tile_bits = 3 if rows == 16 else 4
+        assert scan.params[6:] == [tokens, 2, heads, 6 * page, blocks, 11, heads, tile_bits]
+        chunks, tile_heads, entries = scatter.params[8:11]
+        assert scatter.params[:8] == [*where, state, counts, bins, row_tiles]
+        assert scatter.params[11:] == [*strides, *shape, 11, heads, tile_bits, segments, tiles]
+
+        assert forward.entry == entry(f"prefill_{short[q]}_{short[kv]}_r{rows}")
+        assert forward.grid == (MULTIPROCESSORS, 1, 1) and forward.block == (512, 1, 1)
+        assert forward.shared_bytes == driver.manifests[forward.entry]["dynamic_smem"] <= 227 * 1024
+        q_map, *kv_maps = forward.params[:3]
+        assert (q_map.base, q_map.extents, q_map.box) == (query.data_ptr(), (128, heads * group, tokens), (64, rows, 1))
+        assert q_map.strides == (160 * 2, (heads * group + 2) * 160 * 2) and q_map.swizzle == 3
+        for cache, tensor_map in zip((k_cache, v_cache), kv_maps):
+            assert tensor_map.base == cache.data_ptr() and tensor_map.extents == (128, page, heads, 9)
+            assert tensor_map.strides == tuple(cache.stride(i) * size for i in (2, 1, 0))
+            assert tensor_map.box == (64 if size == 2 else 128, page, 1, 1) and tensor_map.swizzle == 3
+        partials, sums = forward.params[6:8]
+        assert forward.params[3:6] == [chunks, tile_heads, entries]
+        assert forward.params[8:12] == [k_scale.data_ptr(), 4, EVICT_LAST, EVICT_NORMAL]
+        assert forward.params[12:17] == [0, 0, tokens, 0, heads]
+        assert forward.params[17:25] == [heads, group, 7, page_bits, tiles, 0, 0, 0.25]
+        assert forward.params[-3] == 0, "nothing to combine beside the first chunk"
+
+        assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}")
+        assert combine.grid == (min(tokens * heads, 6 * MULTIPROCESSORS), 1, 1)
+        assert combine.params[:6] == [partials, sums, state, out.data_ptr(), lse.data_ptr(), v_scale.data_ptr()]
+        lse_strides = [s * 4 for s in lse.stride()]
+        assert forward.params[-1] == 1
+        combine_shape = [0, 0, tokens, 0, heads, heads, group, 7, 1]
+        assert combine.params[6:] == [s * 2 for s in out.stride()[:2]] + lse_strides + combine_shape
+        assert driver.last_overlap == 1
+
+        # The parts of the workspace don't meet.
+        parts = {
+            counts: units * heads * blocks * 4, state: tokens * heads * 8, bins: segments * heads * blocks * 8,
+            row_tiles: segments * heads * 4, chunks: 8, tile_heads: tiles * 32, entries: tiles * tile * 4,
+            partials: tokens * heads * 7 * rows * 256, sums: tokens * heads * 7 * rows * 8,
+        }  # fmt: skip
+        places = sorted(parts.items())
+        assert all(a + size <= b for (a, size), (b, _) in zip(places, places[1:]))
+        assert all(a % 256 == places[0][0] % 256 for a, _ in places)
+
+
+@check
+def a_launch_combines_the_chunk_before(driver):
+    for chunk_heads in (2, 1):
+        arguments = problem(tokens=1500)
+        first, *rest = launches(driver, *arguments, None, 8, chunk_heads)[3:]
+        forwards, last = [first, *rest[:-1]], rest[-1]
+        tokens = [256] * 5 + [1500 - 5 * 256]
+        chunks = [(256 * i, n, head) for head in range(0, 2, chunk_heads) for i, n in enumerate(tokens)]
+        assert len(forwards) == len(chunks)
+        for i, launch in enumerate(forwards):
+            assert launch.entry == entry("prefill_bf16_bf16_r16")
+            assert launch.params[12:17] == [i, *chunks[i], chunk_heads] and launch.params[22] == int(i > 0)
+            assert launch.params[6:8] == forwards[i % PLACES].params[6:8]
+            if i:
+                assert launch.params[25:27] == forwards[i - 1].params[6:8]
+                assert launch.params[-4:] == [*chunks[i - 1], 0]
+        assert len({x.params[6] for x in forwards}) == PLACES
+        assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (chunk_heads * tokens[-1], 1, 1)
+        assert last.params[:2] == forwards[-1].params[6:8] and last.params[11:15] == [*chunks[-1], chunk_heads]
+
+
+@check
+def wide_selections_are_combined_apart(driver):
+    stages = launches(driver, *problem(tokens=600, topk=32), None, 8, 2)[3:]
+    names = [x.entry for x in stages]
+    assert names == [entry("prefill_bf16_bf16_r16"), entry("prefill_combine_bf16_r16_wide")] * 3
+    assert [x.grid for x in stages[1::2]] == [(512, 1, 1), (512, 1, 1), (176, 1, 1)]
+    assert all(x.params[-3] == 0 for x in stages[::2])
+
+
+@check
+def absent_outputs_scales_and_formulation_are_null(driver):
+    arguments = problem(page=64)
+    arguments[1] = None
+    count, scan, _, forward, combine = launches(driver, *arguments)
+    assert count.params[4] == scan.params[2] == 0
+    assert forward.params[8:10] == [0, 0]
+    assert combine.params[4:6] == [0, 0] and combine.params[8:11] == [0, 0, 0]
+
+
+@check
+def chunks_follow_from_the_shape(driver):
+    """Few heads, many tokens; at most 272 MiB of partials; some twenty tiles for a CTA."""
+    for tokens, heads, table, want in (
+        (17, (64, 4), 6, (10, 4)), (300, (64, 4), 6, (10, 4)), (512, (64, 4), 6, (11, 2)), (1024, (64, 4), 6, (11, 1)), (9000, (64, 4), 6, (11, 1)),
+        (9000, (64, 4), 1024, (12, 1)), (9000, (8, 1), 513, (12, 1)), (100, (12, 6), 6, (10, 6)),
+    ):  # fmt: skip
+        params = launches(driver, *problem(tokens=tokens, heads=heads, table=table))[1].params
+        assert tuple(params[11:13]) == want, (tokens, heads, params[11:13])
+
+
+@check
+def strides_beyond_32_bits_survive(driver):
+    arguments = problem(tokens=1, pages=1)
+    arguments[0] = arguments[0].as_strided((1, 32, 128), (2**40, 128, 1))
+    arguments[5] = arguments[5].as_strided((1, 2, 16), (2**40, 16, 1))
+    stages = launches(driver, *arguments)
+    assert stages[0].params[7] == stages[2].params[11] == 2**42 and stages[4].params[6] == 2**41
+
+
+@check
+def an_empty_problem_launches_nothing(driver):
+    assert not launches(driver, *problem(tokens=0))
+    arguments = problem(batch=0)
+    arguments[0].fill_(float("nan"))
+    assert not launches(driver, *arguments)
+    assert not arguments[0].any() and bool((arguments[1] == -float("inf")).all())
+
+
+@check
+def refuses(driver):
+    attend = operators().aot_sparse_attention_kv_stationary
+    arguments = problem()
+    arguments[3] = arguments[3][:1].expand(9, 2, 128, 128)
+    assert "tensor map" in error_of(attend, *arguments)
+    arguments = problem()
+    arguments[2] = arguments[2][:, :1].expand(300, 32, 128)
+    assert "strides of q" in error_of(attend, *arguments)
+    arguments = problem(tokens=3000, batch=1100, heads=(4, 4), table=8192)
+    assert "too large lists" in error_of(attend, *arguments)
+    assert "chunk_bits" in error_of(attend, *problem(), None, 7)
+    assert "chunk_heads" in error_of(attend, *problem(heads=(32, 4)), None, 8, 3)
+    import torch
+
+    assert "formulation" in error_of(attend, *problem(), torch.ones(3, dtype=torch.int32))
+    assert not driver.launches
+
+
+@needs_variant
+def test_parameters():
+    check.run("packs_every_parameter", "absent_outputs_scales_and_formulation_are_null")
+
+
+@needs_variant
+def test_chunks():
+    check.run(
+        "a_launch_combines_the_chunk_before", "wide_selections_are_combined_apart", "chunks_follow_from_the_shape"
+    )
+
+
+@needs_variant
+def test_strides():
+    check.run("strides_beyond_32_bits_survive")
+
+
+@needs_variant
+@pytest.mark.parametrize("name", ["an_empty_problem_launches_nothing", "refuses"])
+def test_edges(name):
+    check.run(name)
+
+
+if __name__ == "__main__":
+    check.main()
