@@ -10,7 +10,7 @@ from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
 check = LaunchChecks(__file__)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
-MAP_TYPE = {"bfloat16": 10, "float16": 6, "float8_e4m3fn": 0}
+BYTES, HALVES = 0, 9  # CU_TENSOR_MAP_DATA_TYPE_UINT8 and _BFLOAT16: boxes are copied, not converted
 PAIRS = [
     ("bfloat16", "bfloat16"),
     ("float16", "float16"),
@@ -62,14 +62,15 @@ def packs_every_parameter(driver):
                 assert fold.entry == f"m3s_prefill_fold_{variant}_sm90a_0"
                 assert fold.grid == (132, rows // 128, 1) and fold.block == (128, 1, 1)
                 map_q, map_k, *rest = score.params
+                kind = {1: BYTES, 2: HALVES}
                 size = query.element_size()
-                assert (map_q.base, map_q.type, map_q.swizzle) == (query.data_ptr(), MAP_TYPE[query_dtype], SWIZZLE_128)
-                assert map_q.sizes == (128, 2, 300)
+                assert (map_q.base, map_q.type, map_q.swizzle) == (query.data_ptr(), kind[size], SWIZZLE_128)
+                assert map_q.extents == (128, 2, 300)
                 assert map_q.strides == (query.stride(1) * size, query.stride(0) * size)
                 assert map_q.box == (128 // size, 2, rows // 2)
                 size = keys.element_size()
-                assert (map_k.base, map_k.type, map_k.swizzle) == (keys.data_ptr(), MAP_TYPE[key_dtype], SWIZZLE_128)
-                assert map_k.sizes == (128, page, 9)
+                assert (map_k.base, map_k.type, map_k.swizzle) == (keys.data_ptr(), kind[size], SWIZZLE_128)
+                assert map_k.extents == (128, page, 9)
                 assert map_k.strides == (keys.stride(1) * size, keys.stride(0) * size)
                 assert map_k.box == (128 // size, 64, 1)
                 parts = rest[1]
@@ -123,13 +124,18 @@ def scores_are_stored_for_the_caller_and_for_few_tiles(driver):
 def chooses_by_shape(driver):
     """132 multiprocessors. (tokens, requests, heads, blocks, fp8 queries) -> kernels."""
     ops = operators()
-    decode, stored, fused = "decode_score", "scores", "fold"
+    decode, stored, fused = "decode_s", "_scores", "fold"
     cases = {
         (16, 1, 4, 256, False): decode,
         (17, 1, 4, 256, False): stored,
         (64, 1, 1, 256, False): decode,
         (65, 1, 1, 256, False): stored,
-        (16 * 20, 20, 4, 256, False): decode,
+        (8 * 20, 20, 4, 256, False): decode,
+        (8 * 20 + 1, 20, 4, 256, False): stored,
+        (32, 1, 4, 64, False): decode,
+        (33, 1, 4, 64, False): stored,
+        (8, 1, 4, 1024, False): decode,
+        (9, 1, 4, 1024, False): stored,
         (1, 1, 4, 256, True): stored,
         (512, 1, 4, 512, False): stored,
         (2112, 1, 4, 1024, False): stored,  # 33 tiles: a quarter of the multiprocessors
@@ -149,7 +155,7 @@ def chooses_by_shape(driver):
         assert any(expected in name for name in names), (case, names)
     query, keys, *rest = problem(300, 1)
     ops.aot_select_blocks(ids(300), None, query, keys[:1].expand(9, -1, -1), *rest, 1, 0)
-    assert "decode_score" in kernels(driver)[0]  # a stride of 0 has no tensor map
+    assert "decode_s" in kernels(driver)[0]  # a stride of 0 has no tensor map
 
 
 @check
@@ -157,7 +163,7 @@ def other_architectures_keep_to_the_decode_kernel(driver):
     driver.set_capability(100)
     ops = operators()
     ops.aot_select_blocks(ids(300), None, *problem(300, 1), 1, 0)
-    assert "decode_score" in driver.launches[0].entry and "sm100a" in driver.launches[0].entry
+    assert "decode_s" in driver.launches[0].entry and "sm100a" in driver.launches[0].entry
     text = error_of(ops.aot_select_blocks, ids(300), None, *problem(300, 1, dtypes=PAIRS[4]), 1, 0)
     assert "index_q: float8_e4m3fn is taken on compute capability 9.0 only" in text
 

@@ -138,6 +138,12 @@ def maximum3_of_bits_in_order(a, b, c):
     return asm(text, "r", "fff", [a, b, c])[0]
 
 
+def maximum3_with_bits_in_order(largest, b, c):
+    """As `maximum3_of_bits_in_order`, the first being such a pattern (Int32)."""
+    text = "{ .reg .s32 a, b, c; mov.b32 b, $2; mov.b32 c, $3; max.s32 a, $1, b; max.s32 $0, a, c; }"
+    return asm(text, "r", "rff", [largest, b, c])[0]
+
+
 # ---- conversion of packed pairs; the low half holds the element of the lower index
 
 
@@ -304,6 +310,11 @@ def shuffle_up(word, distance):
 def ballot(ok):
     text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
     return asm(text, "r", "r", [Int32(ok)])[0]
+
+
+def any_lane(ok):
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+    return asm(text, "r", "r", [Int32(ok)])[0] != 0
 
 
 def lanes_with_the_same(word):

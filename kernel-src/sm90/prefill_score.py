@@ -22,9 +22,10 @@ Roles (384 threads)
     warps 1 - 3   rows without scores; with fp8 keys and 16-bit queries they widen each key stage to fp16, exactly.
     warps 4 - 11  two warpgroups of 128 rows (64). Queries stay in registers as the A operand; a block is two (one) wgmma
                   chains m64n128 over 128 dims into their own accumulators. The warpgroups take turns: one's maxima
-                  under the other's MMAs. The maximum over 128 keys: 32 columns in the thread, then two exchanges, after
-                  which every thread has one row. It keeps that row's list (ranking.py); most blocks end at one
-                  comparison.
+                  under the other's MMAs. The maximum over 128 keys: 32 columns in the thread, by their bits and three
+                  at a time, then two exchanges, after which every thread has one row. It keeps that row's list
+                  (ranking.py). A warp inserts where one of its 32 rows has a better block, which in a list's first
+                  hundreds of blocks is nearly always; fp8 lists insert when a row has a second one waiting.
 
 Order
     A score depends on its row and block only. Selection is exact in (fp32 score, lower id), so neither the cut nor the
@@ -34,7 +35,9 @@ Budget
     Shared memory: queries 64 KiB, key stages 4 x 32 KiB (fp8: 8 x 16; widened: 3 x 32 and 2 x 16 as stored).
     Registers: 128 accumulators, 64 of queries, 32 of the list; 232 of a consumer, 40 of
     the others: together the 168 of a thread that a launch of 384 gets, and not one more.
-    Issue slots of a block: MMA 2,048 clocks (fp8 1,024) a multiprocessor; maxima about 160 instructions a warp.
+    Issue slots of a block: MMA 2,048 clocks (fp8 1,024) a multiprocessor; of a warp 64 instructions of maxima, 80 of an
+    insertion, 70 others. Two warps share a scheduler, and the ALU takes an instruction every second clock: with lists
+    about 750 of fp8's 1,024 clocks.
 
 Limits
     head_dim 128; pages of 64 or 128; a power of two of heads up to 64; T < 2^30, T * heads < 2^31; fewer than 2^31 units
@@ -65,8 +68,6 @@ RECORD_BYTES = 32
 # A CTA's least share of a topk variant: a tile cut into many parts costs more to fold than to score.
 LEAST_UNITS = 4
 
-import os
-LATE, INTEGER = int(os.environ.get("LATE", "1")), int(os.environ.get("INTEGER", "1"))
 MMA_TYPES = {"bf16": BFloat16, "f16": Float16, "e4m3": Float8E4M3FN}
 # (query, key) -> type of the MMA. fp8 keys are widened to fp16 unless the queries are fp8 as well.
 DTYPES = {
@@ -106,8 +107,11 @@ class PrefillScore:
         self.stored_stages = 2 if self.widen else 0
         self.query_bytes = self.rows * DIMS * element
         self.score_mode = self.length == 0
-        self.late = LATE and query == "e4m3"
-        self.integer = INTEGER
+        fp8_lists = query == "e4m3" and not self.score_mode
+        # A block's maximum enters the list under the next block's MMA. 16-bit MMAs are long enough without, and their
+        # operands leave no registers for it.
+        self.late = fp8_lists
+        self.waits = fp8_lists
         # Shared memory after the stages.
         at = self.stages * self.stage_bytes
         self.stored_at = at
@@ -416,13 +420,16 @@ class PrefillScore:
     def largest_bits(self, maxima, tile, accumulator):
         """The same by the bits as integers, three at a time: half the instructions. Right where the result is a number
         that is not negative; else the result has its sign bit or is a NaN, which stands above all numbers."""
+        # Three chains a row: the accumulator stays live, so few registers are left.
+        chains = []
         for row in range(2):
             values = [accumulator[c + 2 * row + 4 * n] for n in range(16) for c in range(2)] + [accumulator[2 * row]]
-            bits = [ptx.maximum3_of_bits_in_order(*values[3 * i : 3 * i + 3]) for i in range(11)]
-            while len(bits) > 1:
-                whole = len(bits) // 3 * 3
-                bits = [ptx.maximum3_i32(*bits[i : i + 3]) for i in range(0, whole, 3)] + bits[whole:]
-            maxima[2 * tile + row] = ptx.f32_from_bits(bits[0])
+            chains += [values[11 * i : 11 * i + 11] for i in range(3)]
+        best = [ptx.maximum3_of_bits_in_order(*chain[:3]) for chain in chains]
+        for j in range(3, 11, 2):
+            best = [ptx.maximum3_with_bits_in_order(m, *chain[j : j + 2]) for m, chain in zip(best, chains)]
+        for row in range(2):
+            maxima[2 * tile + row] = ptx.f32_from_bits(ptx.maximum3_i32(*best[3 * row : 3 * row + 3]))
 
     def doubtful(self, first, second):
         """Whether one of the results of `largest_bits` may be wrong."""
@@ -433,14 +440,16 @@ class PrefillScore:
         self,
         maxima: cute.Tensor,  # of this thread's rows and columns
         block: Int32,
+        limit: Int32,  # of the blocks that are candidates of this row, if not all are
+        limited: cutlass.Constexpr,
         best_keys: cute.Tensor,
         best_ids: cute.Tensor,
+        waiting: cute.Tensor,  # (key, id) of a block not yet in the list
         undo: cute.Tensor,
         odd: cutlass.Boolean,
         upper: cutlass.Boolean,
         score_row: Int64,
         writes: cutlass.Boolean,
-        limit: Int32,
     ):
         """Exchanges after which every thread has one row's maximum, which is stored or offered to the row's list."""
         mine = []
@@ -460,8 +469,18 @@ class PrefillScore:
             if writes:
                 ptx.store_f32(score_row + Int64(block) * 4, ptx.canonical(value))
         else:
-            key = ptx.select(block < limit, select.key_of(value), Int32(select.NONE))
-            if key > best_keys[self.length - 1]:
+            key = select.key_of(value)
+            if cutlass.const_expr(limited):
+                key = ptx.select(block < limit, key, Int32(select.NONE))
+            if cutlass.const_expr(self.waits):
+                # A warp inserts when one of its rows has a second block waiting, then for all rows.
+                better = key > best_keys[self.length - 1]
+                if ptx.any_lane(better & (waiting[0] != select.NONE)):
+                    ranking.insert(best_keys, best_ids, self.length, waiting[0], waiting[1])
+                    waiting[0] = Int32(select.NONE)
+                if better:
+                    waiting[0], waiting[1] = key, block
+            elif key > best_keys[self.length - 1]:
                 ranking.insert(best_keys, best_ids, self.length, key, block)
 
     @cute.kernel
@@ -583,6 +602,7 @@ class PrefillScore:
             best_keys = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
             best_ids = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
             maxima = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), Float32)
+            waiting = cute.make_rmem_tensor(cute.make_layout(2), Int32)
             undo = cute.make_rmem_tensor(cute.make_layout(1), Float32)
             t = lane & 3
             odd, upper = (t & 1) == 1, t > 1
@@ -622,25 +642,26 @@ class PrefillScore:
                         hopper.mbarrier_arrive(self.query_empty(base))
                     if cutlass.const_expr(not self.score_mode):
                         ranking.clear(best_keys, best_ids, self.length)
-                    own_position = position + (row >> head_shift)
-                    # Scored blocks that are candidates of this row.
+                        waiting[0] = Int32(select.NONE)
+                    # Blocks before the first row's own are seen whole by all rows; those before its forced ones are
+                    # candidates of all rows.
+                    whole_end = (position + 1) >> 7
                     if cutlass.const_expr(self.score_mode):
-                        limit = last
                         score_row = self.score_address(
                             out, first_token, row, head_shift, out_token_stride, out_head_stride
                         )
                         writes = (row >> head_shift) < count
                     else:
-                        limit = query_tiles.candidates(own_position) - local_blocks
+                        whole_end = ptx.minimum_i32(whole_end, query_tiles.candidates(position) - local_blocks)
                         score_row, writes = Int64(0), odd
-                    # Blocks before the first row's own are seen whole by all rows.
-                    whole_end = ptx.clamp((position + 1) >> 7, block, last)
-                    settle = (best_keys, best_ids, undo, odd, upper, score_row, writes, limit)
+                    whole_end = ptx.clamp(whole_end, block, last)
+                    settle = (best_keys, best_ids, waiting, undo, odd, upper, score_row, writes)
                     for masked in cutlass.range_constexpr(2):
-                        begin, end = block, whole_end
+                        begin, end, limit = block, whole_end, whole_end
                         if cutlass.const_expr(masked):  # read again: no register holds these meanwhile
                             _, _, position, _ = smem.load_i32x4(record)
                             begin, end = whole_end, smem.load_i32(record + 16)
+                            limit = query_tiles.candidates(position + (row >> head_shift)) - local_blocks
                         for b in cutlass.range(begin, end, unroll=1):
                             hopper.named_barrier(group + 1, 256)
                             smem.mbarrier_wait(self.full(base, stage), phase)
@@ -650,7 +671,7 @@ class PrefillScore:
                             flags = smem.load_i32(base + self.flags_at + stage * 4)
                             if cutlass.const_expr(self.late):
                                 if b > block:
-                                    self.settle(maxima, b - 1, *settle)
+                                    self.settle(maxima, b - 1, limit, masked, *settle)
                             for i in cutlass.range_constexpr(self.tiles):
                                 warpgroup.wait_group(self.tiles - 1 - i)
                                 if cutlass.const_expr(i == self.tiles - 1):
@@ -662,7 +683,7 @@ class PrefillScore:
                                     second = (first_row + 64 * i + 8 + (lane >> 2)) >> head_shift
                                     before = position + 1 - b * BLOCK - 2 * t
                                     visible = [before + first, before + second]
-                                if cutlass.const_expr(self.integer and not masked):
+                                if cutlass.const_expr(not masked):
                                     self.largest_bits(maxima, i, accumulators[i])
                                     # The branch also keeps a tile's maxima ahead of the wait for the next one.
                                     if self.doubtful(maxima[2 * i], maxima[2 * i + 1]) | (flags != 3):
@@ -670,13 +691,15 @@ class PrefillScore:
                                 else:
                                     self.largest(maxima, i, accumulators[i], flags, visible)
                             if cutlass.const_expr(not self.late):
-                                self.settle(maxima, b, *settle)
+                                self.settle(maxima, b, limit, masked, *settle)
                             stage = stage + 1
                             if stage == self.stages:
                                 stage = Int32(0)
                                 phase = phase ^ 1
                     if cutlass.const_expr(self.late):
-                        self.settle(maxima, last - 1, *settle)
+                        self.settle(maxima, last - 1, limit, True, *settle)
+                    if cutlass.const_expr(self.waits):
+                        ranking.insert(best_keys, best_ids, self.length, waiting[0], waiting[1])
                     if cutlass.const_expr(not self.score_mode):
                         self.finish_tile(
                             out,

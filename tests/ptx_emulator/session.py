@@ -34,7 +34,7 @@ class Emulation:
 
     def install(self, package):
         """Make the package's `aot` operators run here; the CPU passes for an sm_90 device."""
-        package.capability.architecture = lambda device: "sm_90"
+        package.capability.architecture = package._limits.architecture = lambda device: "sm_90"
         for key, function in list(package.ops.BUILT.items()):
             if key[1] == "aot":
                 package.ops.BUILT[key] = self.wrapped(function)

@@ -54,9 +54,13 @@ constexpr std::int64_t kPartBytes = 256 * 16 * 8;
 static_assert(kPartBytes == 128 * 32 * 8);
 
 constexpr std::int64_t kMostHeads = 64;
-// decode_score reads a request's keys once per 32 (token, head) columns, as fast as memory; prefill_score once per 256,
-// at the pace of the MMA, which for one tile is 1.2 times as long per block. So from the third pass on it is ahead.
-constexpr std::int64_t kDecodeColumns = 64;
+// decode_score reads a request's keys once for every 32 (token, head) columns, at the pace of memory; prefill_score
+// once for 256, at the pace of the MMA and with a larger fixed cost. One pass is always ahead (128k keys: 17 against 20
+// us for 32 columns). More are while there are few keys: two over 32k (9.2 against 9.8 us), four over 8k (7.2
+// against 7.3); three over 32k are not (10.9 against 9.6), nor two over 128k (24 against 20). H200, 4 heads, bf16.
+constexpr std::int64_t kDecodeColumns = 32;
+constexpr std::int64_t kMostDecodePasses = 4;
+constexpr std::int64_t kDecodeBlocks = 512;     // of all requests, times passes
 constexpr std::int64_t kMostStored = 64 << 20;  // bytes of scores
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -162,7 +166,9 @@ bool prefill_scores_fit(const Tensor& index_q, const Tensor& index_k, std::int64
 Selection choose_selection(const Tensor& index_q, const Tensor& index_k, std::int64_t requests, std::int64_t blocks,
                            bool scores_wanted) {
   const std::int64_t rows = index_q.size(0) * index_q.size(1);
-  if (rows <= kDecodeColumns * std::max<std::int64_t>(requests, 1) && !is_fp8(index_q)) return Selection::decode;
+  const std::int64_t passes = ceil_div(rows, kDecodeColumns * std::max<std::int64_t>(requests, 1));
+  const bool few = passes <= 1 || (passes <= kMostDecodePasses && passes * requests * blocks <= kDecodeBlocks);
+  if (few && !is_fp8(index_q)) return Selection::decode;
   if (!prefill_scores_fit(index_q, index_k, requests, blocks)) return Selection::decode;
   if (scores_wanted) return Selection::stored;
   // A tile that more than four CTAs share is folded slower than its scores are stored and ranked.

@@ -1,0 +1,129 @@
+"""prefill_score and its fold in the PTX emulator, through the operator and the launcher.
+
+Needs `--backend=emulated`. Scores are judged against float64, selections exactly against the scores. The emulator adds
+fp8 products in float32, so here they keep the bound of the other dtypes.
+"""
+
+import cases
+import oracle
+import pytest
+import torch
+
+from m3_sparse import ops
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (E4M3, E4M3)]
+STORED, FUSED = 2, 3
+
+
+def select(tensors, lengths, way, scores=None, topk=16, local=1, init=0):
+    """The operator with its way forced, into an output full of garbage."""
+    query, keys, table = tensors
+    out = torch.full((*query.shape[:2], topk), -77, dtype=torch.int32)
+    call = ops.BUILT["select_blocks", "aot"]
+    call(out, scores, query, keys, table, lengths["cu_seqlens_q"], lengths["seqused_k"], local, init, way)
+    return out
+
+
+def check(tensors, lengths, **options):
+    """Both ways from scores within the contract's epsilon to the selection that these very scores demand."""
+    query, keys, table = tensors
+    scores = cases.nan_like((*query.shape[:2], -(-table.shape[1] * keys.shape[1] // 128)), torch.float32)
+    ids = select(tensors, lengths, STORED, scores, **options)
+    want = oracle.block_scores(*tensors, **lengths)
+    epsilon = oracle.score_epsilon(*tensors, **lengths)
+    assert torch.equal(scores == -torch.inf, want == -torch.inf) and not scores.isnan().any()
+    seen = want > -torch.inf
+    assert ((scores.double() - want).abs() <= epsilon[..., None])[seen].all()
+    counts = oracle.candidates(*lengths.values(), table, keys.shape[1], query.shape[0])
+    assert torch.equal(ids, oracle.select(scores.double(), counts, **options))
+    assert torch.equal(select(tensors, lengths, FUSED, **options), ids)
+    return scores, ids
+
+
+def make(q_lens, kv_lens, heads=4, dtypes=DTYPES[0], **options):
+    case = cases.make(q_lens, kv_lens, heads=(heads, heads), dtype=dtypes[0], kv_dtype=dtypes[1], **options)
+    return case.index()
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+@pytest.mark.parametrize("page, topk", [(128, 4), (64, 3), (128, 20)])
+def test_against_float64(emulation, dtypes, page, topk):
+    tensors, lengths = make([70, 5, 0, 33], [2900, 5, 130, 700], dtypes=dtypes, page=page, pad_rows=2, seed=page)
+    with emulation.policy("eager+race"):
+        scores, ids = check(tensors, lengths, topk=topk)
+    for policy in ("late", "random1+race"):
+        with emulation.policy(policy):
+            assert torch.equal(select(tensors, lengths, FUSED, topk=topk), ids)
+            again = torch.empty_like(scores)
+            select(tensors, lengths, STORED, again, topk=topk)
+            assert torch.equal(again, scores)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+def test_scores_below_zero_and_nan(emulation, dtypes):
+    """The maxima by integer bits are taken again in floating point where a result has its sign bit or is a NaN."""
+    (query, keys, table), lengths = make([40], [1500], 2, dtypes, layout="dense", seed=3)
+    query.copy_(query.float().abs().to(query.dtype))
+    ahead = torch.arange(keys.shape[0])[:, None, None] % 3
+    signs = torch.where(ahead == 0, -keys.float().abs(), keys.float())
+    keys.copy_(torch.where(ahead == 2, torch.zeros_like(signs), signs).to(keys.dtype))
+    query[7, 1, 5] = torch.nan  # a row of NaN scores
+    with emulation.policy("eager+race"):
+        check((query, keys, table), lengths, topk=4)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 64])
+@pytest.mark.parametrize("topk, local, init", [(4, 0, 0), (8, 2, 1), (3, 3, 0), (17, 1, 2), (1, 1, 0)])
+def test_heads_and_options(emulation, heads, topk, local, init):
+    tensors, lengths = make([30, 9], [2600, 1100], heads, seed=heads)
+    check(tensors, lengths, topk=topk, local=local, init=init)
+
+
+def test_pages_outside_the_cache_contribute_nothing(emulation):
+    for dtypes in DTYPES:
+        (query, keys, table), lengths = make([50], [1900], 4, dtypes, page=64, seed=5)
+        table[0, 3], table[0, 8], table[0, 9] = -5, keys.shape[0], 2**31 - 1
+        with emulation.policy("eager+race"):
+            check((query, keys, table), lengths, topk=4)
+
+
+def test_ties_prefer_the_lower_block(emulation):
+    (query, keys, table), lengths = make([150], [2500], 4, kind="int", seed=6)
+    for topk in (5, 18):
+        check((query, keys, table), lengths, topk=topk, local=1, init=1)
+
+
+def test_many_requests(emulation):
+    q_lens = [(i * 37) % 50 for i in range(70)]
+    tensors, lengths = make(q_lens, [q + (i * 131) % 900 for i, q in enumerate(q_lens)], 2, seed=7)
+    check(tensors, lengths, topk=3)
+
+
+def test_ids_with_gaps(emulation):
+    tensors, lengths = make([40], [1300], 2, seed=8)
+    query, keys, table = tensors
+    want = select(tensors, lengths, FUSED, topk=4)
+    out = torch.full((40, 2, 9), -77, dtype=torch.int32)
+    call = ops.BUILT["select_blocks", "aot"]
+    call(out[:, :, 1:9:2], None, query, keys, table, *lengths.values(), 1, 0, FUSED)
+    assert torch.equal(out[:, :, 1:9:2], want) and (out[:, :, ::2] == -77).all()
+
+
+def test_wrong_numbers_stay_inside(emulation):
+    wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
+    for seed in range(4):
+        (query, keys, table), lengths = make([40, 30], [1300, 700], dtypes=DTYPES[seed], seed=seed)
+        pick = torch.Generator().manual_seed(seed)
+        for tensor in (*lengths.values(), table):
+            at = torch.rand(tensor.shape, generator=pick) < 0.4
+            tensor[at] = wild[torch.randint(0, len(wild), tensor.shape, generator=pick)][at]
+        for way in (STORED, FUSED):
+            select((query, keys, table), lengths, way, topk=4)
+
+
+def test_every_block_was_executed(emulation):
+    """The last test of this file."""
+    facts = emulation.driver.manifests
+    assert len([e for e in emulation.driver.programs if facts[e]["kernel"] == "prefill_score"]) == 17
+    assert emulation.unexecuted("prefill_score") == {}
