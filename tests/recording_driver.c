@@ -16,7 +16,7 @@ typedef struct {
   } *attributes;
   unsigned num_attributes;
 } LaunchConfig;
-typedef void (*LaunchCallback)(const char *entry, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
+typedef int (*LaunchCallback)(const char *entry, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
                                void *stream, void **params);
 
 int m3_sparse_host_memory = 1;
@@ -57,7 +57,38 @@ static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **
     if (config->attributes[i].id == 4) last_cluster = config->attributes[i].value[0];
     if (config->attributes[i].id == 6) last_overlap = config->attributes[i].value[0];
   }
-  if (on_launch) on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
+  if (on_launch == NULL) return 0;
+  return on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
+}
+
+/* The arguments, in the layout of tests/ptx_emulator/core/tensor_map.h. The checks are those of cuda.h's description. */
+typedef struct {
+  uint32_t magic;
+  uint8_t type, rank, interleave, swizzle;
+  uint64_t base, strides[4];
+  uint32_t last[5];
+  uint16_t box[5];
+  uint8_t step[5], fill, unused[44];
+} TensorMap;
+
+static CUresult TensorMapEncodeTiled(TensorMap *map, int type, uint32_t rank, void *base, const uint64_t *extents,
+                                     const uint64_t *strides, const uint32_t *box, const uint32_t *steps,
+                                     int interleave, int swizzle, int promotion, int fill) {
+  static const uint8_t sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  const unsigned span = 16u << swizzle;
+  (void)promotion;
+  if (rank < 1 || rank > 5 || (uintptr_t)base % 16 || type < 0 || type >= (int)sizeof sizes) return 1;
+  memset(map, 0, sizeof *map);
+  map->magic = 0x70614D54;
+  map->type = type, map->rank = rank, map->interleave = interleave, map->swizzle = swizzle, map->fill = fill;
+  map->base = (uintptr_t)base;
+  for (uint32_t d = 0; d < rank; d++) {
+    if (extents[d] == 0 || extents[d] > 1ull << 32 || box[d] == 0 || box[d] > 256 || steps[d] < 1 || steps[d] > 8) return 1;
+    if (d && (strides[d - 1] % 16 || strides[d - 1] >= 1ull << 40)) return 1;
+    map->last[d] = extents[d] - 1, map->box[d] = box[d], map->step[d] = steps[d];
+    if (d) map->strides[d - 1] = strides[d - 1];
+  }
+  if (box[0] * sizes[type] % 16 || (swizzle && box[0] * sizes[type] > span)) return 1;
   return 0;
 }
 
@@ -76,7 +107,14 @@ static const struct {
     {"cuLibraryGetKernel", LibraryGetKernel},
     {"cuKernelSetAttribute", KernelSetAttribute},
     {"cuLaunchKernelEx", LaunchKernelEx},
+    {"cuTensorMapEncodeTiled", TensorMapEncodeTiled},
 };
+
+CUresult recording_encode(TensorMap *map, int type, uint32_t rank, void *base, const uint64_t *extents,
+                          const uint64_t *strides, const uint32_t *box, int swizzle) {
+  static const uint32_t steps[] = {1, 1, 1, 1, 1};
+  return TensorMapEncodeTiled(map, type, rank, base, extents, strides, box, steps, 0, swizzle, 0, 0);
+}
 
 CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *status) {
   for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 FORMATS = {"i64": "q", "i32": "i", "f32": "f", "pointer": "Q"}
 Callback = ctypes.CFUNCTYPE(
-    None,
+    ctypes.c_int,
     ctypes.c_char_p,
     ctypes.POINTER(ctypes.c_uint),
     ctypes.POINTER(ctypes.c_uint),
@@ -73,3 +73,4 @@ class RecordingDriver:
             values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
         self.launches.append(launch)
+        return 0
