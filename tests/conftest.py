@@ -40,10 +40,17 @@ class VariantFinder(importlib.abc.MetaPathFinder):
 
 def pytest_addoption(parser):
     parser.addoption("--variant", metavar="FOLDER", help="test this built variant (default: build/torch-cpu, rebuilt)")
+    parser.addoption(
+        "--backend",
+        choices=["emulated"],
+        help="run tests/test_emulated_*.py: the public functions on CPU tensors, executed by the PTX emulator; needs "
+        "--variant with the CUDA variant",
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; every test below tests/gpu/ is one")
+    config.addinivalue_line("markers", "emulated: runs shipped programs in the PTX emulator")
     config.addinivalue_line("markers", "kernels_ci: quick test that the kernels community's CI may run")
     folder = config.getoption("--variant")
     if folder and not (Path(folder) / "__init__.py").exists():
@@ -53,8 +60,13 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     skip = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
-    available = torch.cuda.is_available()
+    emulating = config.getoption("--backend") == "emulated"
+    available = not emulating and torch.cuda.is_available()
     for item in items:
+        if item.path.name.startswith("test_emulated_"):
+            item.add_marker(pytest.mark.emulated)
+            if not emulating:
+                item.add_marker(pytest.mark.skip(reason="runs in a session of its own, with --backend=emulated"))
         if (ROOT / "tests" / "gpu") in Path(item.path).parents:
             item.add_marker(pytest.mark.gpu)
         if not available and item.get_closest_marker("gpu"):
@@ -67,6 +79,17 @@ def variant_folder():
     import m3_sparse
 
     return Path(m3_sparse.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def emulation(tmp_path_factory):
+    """The package's operators on the emulator; see ptx_emulator/session.py."""
+    import m3_sparse
+    from ptx_emulator.session import Emulation
+
+    made = Emulation(tmp_path_factory.mktemp("driver"), ROOT / "build" / "kernels")
+    made.install(m3_sparse)
+    return made
 
 
 @pytest.fixture(scope="session")

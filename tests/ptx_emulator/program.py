@@ -136,7 +136,7 @@ class Program:
         self.layout_memory()
         blocks, labels = basic_blocks(entry.body)
         self.lines = [block[0].line for block in blocks]
-        self.blocks = blocks
+        self.blocks, self.labels = blocks, labels
         meets = post_dominators(successors(blocks, labels))
         starts = []
         for i, block in enumerate(blocks):
@@ -152,6 +152,14 @@ class Program:
             self.code[at] = (handler, guard, negated, line, first, count, EXIT if meet == EXIT else starts[meet])
         self.core = core.Program(self.code, self.operands, self.image(), self.specials, len(blocks), self.local_bytes,
                                  self.shared_bytes)  # fmt: skip
+
+    def retries_a_wait(self, block):
+        """Whether a block only jumps back to an mbarrier's try_wait or test_wait."""
+        [first, *rest] = self.blocks[block]
+        if rest or first.op.split(".")[0] != "bra":
+            return False
+        target = self.blocks[self.labels[first.args[0]]][0]
+        return target.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait"))
 
     def layout_memory(self):
         def place(symbols, top):

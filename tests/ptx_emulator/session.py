@@ -1,0 +1,91 @@
+"""`pytest --backend=emulated`: the public functions run the shipped programs in the emulator, on CPU tensors.
+
+The product is untouched: its launcher takes CPU tensors when the driver says that its memory is the host's, and here the
+driver is EmulatingDriver. Patched are only the package's idea of the CPU's architecture and the way to its operators.
+"""
+
+import contextlib
+
+import torch
+
+from .driver import EmulatingDriver
+
+
+class Emulation:
+    """The driver, and the record of what ran."""
+
+    def __init__(self, folder, kernels):
+        self.driver = EmulatingDriver(folder, kernels)
+        self.calling = False
+        self.reports = []
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("new_empty", self.new_empty, "CPU")
+
+    def new_empty(self, tensor, size, dtype=None, layout=None, device=None, pin_memory=None):
+        """What an operator allocates is memory of the launches that follow, full of NaN."""
+        made = torch.empty(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
+        if self.calling:
+            made.untyped_storage().copy_(torch.full((made.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8).untyped_storage())
+            self.driver.memory.append((made.data_ptr(), made.numel() * made.element_size(), True))
+        return made
+
+    def install(self, package):
+        """Make the package's `aot` operators run here; the CPU passes for an sm_90 device."""
+        package.capability.architecture = lambda device: "sm_90"
+        for key, function in list(package.ops.BUILT.items()):
+            if key[1] == "aot":
+                package.ops.BUILT[key] = self.wrapped(function)
+
+    def wrapped(self, function):
+        """The operator with its tensors given to the driver: only arguments that its schema marks are written."""
+        schema = function._schema
+        named = {a.name: a for a in schema.arguments}
+
+        def call(*args, **options):
+            given = list(zip(schema.arguments, args)) + [(named[name], value) for name, value in options.items()]
+            tensors = [(a, value) for a, value in given if isinstance(value, torch.Tensor)]
+            written = [a.alias_info is not None and a.alias_info.is_write for a, _ in tensors]
+            inputs = [value for (_, value), w in zip(tensors, written) if not w]
+            outputs = [value for (_, value), w in zip(tensors, written) if w]
+            driver, before = self.driver, len(self.driver.results)
+            self.calling = True
+            try:
+                with driver.tensors(*inputs, outputs=outputs):
+                    function(*args, **options)
+            except RuntimeError:
+                driver.raise_error()
+                raise
+            finally:
+                self.calling = False
+                self.reports += [r for result in driver.results[before:] for r in result.reports]
+
+        return call
+
+    @contextlib.contextmanager
+    def policy(self, text):
+        """Run under another policy, with no report allowed."""
+        before, self.driver.policy, self.reports = self.driver.policy, text, []
+        try:
+            yield self
+            assert not self.reports, "\n".join(self.reports)
+        finally:
+            self.driver.policy = before
+
+    def unexecuted(self, kernel):
+        """Blocks of a kernel's launched programs that never ran: {entry: [(first PTX line, its text)]}.
+
+        Not counted: the jump back to a wait on an mbarrier that hasn't come through, which only a wait that gave up takes.
+        """
+        missing = {}
+        for entry, program in self.driver.programs.items():
+            if self.driver.manifests[entry]["kernel"] != kernel:
+                continue
+            hits = program.core.hits()
+            lines = [
+                (program.lines[b], program.blocks[b][0].text)
+                for b in range(len(hits))
+                if hits[b] == 0 and not program.retries_a_wait(b)
+            ]
+            if lines:
+                missing[entry] = lines
+        return missing
