@@ -52,7 +52,9 @@ def test_against_float64(emulation, dtypes, splits):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
-@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:])
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:]
+)
 def test_more_than_16_blocks_a_row(emulation, dtypes, splits):
     q, kv = dtypes
     case = cases.make([1, 1], [5000, 4200], heads=(4, 1), dtype=q, kv_dtype=kv, topk=32, style="clean", seed=3)

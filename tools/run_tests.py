@@ -1,6 +1,7 @@
 """What `make test` runs inside the environment: build the variants, then pytest. Arguments go to pytest.
 
-Where there is a GPU, the tests below tests/gpu run in a session of their own, alone and on the CUDA variant."""
+The CUDA variant's programs run on the CPU in a session of their own, in the PTX emulator (docs/ptx_emulator.md). Where
+there is a GPU, so do the tests below tests/gpu, alone and on that variant."""
 
 import os
 import subprocess
@@ -28,8 +29,8 @@ def main() -> int:
         banner = "!" * 100
         print(f"{banner}\nTHE CUDA VARIANT WAS NOT BUILT: {reason}.\nIts tests are skipped.\n{banner}", flush=True)
     print(f"Building took {time.monotonic() - start:.0f} s.", flush=True)
-    variant = out / build.cuda_variant_name(project) if reason is None and has_gpu() else None
-    return max(subprocess.call(command, cwd=ROOT) for command in sessions(sys.argv[1:], variant))
+    variant = out / build.cuda_variant_name(project) if reason is None else None
+    return max(subprocess.call(command, cwd=ROOT) for command in sessions(sys.argv[1:], variant, has_gpu()))
 
 
 def has_gpu() -> bool:
@@ -38,17 +39,23 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def sessions(given: List[str], gpu_variant: Optional[Path]) -> List[List[str]]:
-    """The pytest commands; `gpu_variant` is the built CUDA variant where a GPU is there to run it."""
+def sessions(given: List[str], cuda_variant: Optional[Path], gpu: bool) -> List[List[str]]:
+    """The pytest commands; `cuda_variant` is the built CUDA variant, None where it can't be built."""
     pytest = [sys.executable, "-m", "pytest"]
     workers = [] if any(a.startswith("-n") for a in given) else ["-n", str(min(WORKERS, os.cpu_count() or 1))]
-    if given or gpu_variant is None:
-        return [[*pytest, *workers, *(given or [str(ROOT / "tests")])]]
-    gpu = str(ROOT / "tests" / "gpu")
-    return [
-        [*pytest, *workers, str(ROOT / "tests"), "--ignore", gpu],
-        [*pytest, gpu, "--variant", str(gpu_variant)],
-    ]
+    if given:
+        return [[*pytest, *workers, *given]]
+    tests, on_gpu = ROOT / "tests", ROOT / "tests" / "gpu"
+    emulated = sorted(str(path) for path in tests.glob("test_emulated_*.py"))
+    skipped = [f"--ignore={path}" for path in emulated] if cuda_variant else []
+    result = [[*pytest, *workers, str(tests), *skipped, *([f"--ignore={on_gpu}"] if gpu and cuda_variant else [])]]
+    if cuda_variant:
+        # A file's tests stay in one process: its last one looks at what the others have executed.
+        by_file = ["--dist", "loadfile", "--backend", "emulated", "--variant", str(cuda_variant)]
+        result.append([*pytest, *workers, *by_file, *emulated])
+        if gpu:
+            result.append([*pytest, str(on_gpu), "--variant", str(cuda_variant)])
+    return result
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def build():
         return library
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as work:
+
         def compile_one(path):
             made = os.path.join(work, path.stem + ".o")
             command = [compiler(), *FLAGS, "-c", str(path), "-o", made]

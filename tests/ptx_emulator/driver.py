@@ -61,8 +61,15 @@ class EmulatingDriver(RecordingDriver):
             values = [ctypes.string_at(params[i], p["size"]) for i, p in enumerate(manifest["params"])]
             self.results.append(
                 emulator.launch(
-                    program, None, tuple(grid[:3]), tuple(block[:3]), shared_bytes, emulator.pack(program, values),
-                    (self.last_cluster, 1, 1), memory=self.memory, policy=self.policy,
+                    program,
+                    None,
+                    tuple(grid[:3]),
+                    tuple(block[:3]),
+                    shared_bytes,
+                    emulator.pack(program, values),
+                    (self.last_cluster, 1, 1),
+                    memory=self.memory,
+                    policy=self.policy,
                 )  # fmt: skip
             )
             return 0

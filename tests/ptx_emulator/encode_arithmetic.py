@@ -126,7 +126,10 @@ def logic(p, m, args):
 def shift(p, m, args):
     kind = m.type()
     m.done()
-    p.emit(f"{m.opcode}.{kind}", [p.destination(args[0], WIDTHS[kind]), p.source(args[1], WIDTHS[kind]), p.source(args[2], 32)])
+    p.emit(
+        f"{m.opcode}.{kind}",
+        [p.destination(args[0], WIDTHS[kind]), p.source(args[1], WIDTHS[kind]), p.source(args[2], 32)],
+    )
 
 
 def funnel_shift(p, m, args):

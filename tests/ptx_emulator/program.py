@@ -338,12 +338,16 @@ def immediate(token, width, floating=False):
         return int(token[2:], 16)
     if re.fullmatch(r"-?\d+\.\d*(e[+-]?\d+)?", token):
         number = float(token)
-        return struct.unpack("<I", struct.pack("<f", number))[0] if width == 32 else struct.unpack(
-            "<Q", struct.pack("<d", number)
-        )[0]
+        return (
+            struct.unpack("<I", struct.pack("<f", number))[0]
+            if width == 32
+            else struct.unpack("<Q", struct.pack("<d", number))[0]
+        )
     value = int(token.rstrip("U"), 0)
     if floating:
-        return struct.unpack("<I", struct.pack("<f", value))[0] if width == 32 else struct.unpack(
-            "<Q", struct.pack("<d", value)
-        )[0]
+        return (
+            struct.unpack("<I", struct.pack("<f", value))[0]
+            if width == 32
+            else struct.unpack("<Q", struct.pack("<d", value))[0]
+        )
     return value & ((1 << width) - 1)

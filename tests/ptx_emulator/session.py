@@ -25,7 +25,9 @@ class Emulation:
         """What an operator allocates is memory of the launches that follow, full of NaN."""
         made = torch.empty(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
         if self.calling:
-            made.untyped_storage().copy_(torch.full((made.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8).untyped_storage())
+            made.untyped_storage().copy_(
+                torch.full((made.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8).untyped_storage()
+            )
             self.driver.memory.append((made.data_ptr(), made.numel() * made.element_size(), True))
         return made
 

@@ -7,12 +7,13 @@
 namespace ptxemu {
 namespace {
 
-template <class T> using Unsigned = std::make_unsigned_t<T>;
+template <class T>
+using Unsigned = std::make_unsigned_t<T>;
 
-#define BINARY(NAME, EXPRESSION)                                                 \
-  template <class T>                                                             \
-  Status NAME(Warp& w, const Instruction& in) {                                  \
-    const T *a = row<T>(w, in.x[1]), *b = row<T>(w, in.x[2]);                    \
+#define BINARY(NAME, EXPRESSION)                                                   \
+  template <class T>                                                               \
+  Status NAME(Warp& w, const Instruction& in) {                                    \
+    const T *a = row<T>(w, in.x[1]), *b = row<T>(w, in.x[2]);                      \
     return each<T>(w, in.x[0], [=](u32 l) { return static_cast<T>(EXPRESSION); }); \
   }
 BINARY(add, Unsigned<T>(a[l]) + Unsigned<T>(b[l]))
@@ -24,8 +25,9 @@ BINARY(bit_xor, a[l] ^ b[l])
 BINARY(minimum, a[l] < b[l] ? a[l] : b[l])
 BINARY(maximum, a[l] > b[l] ? a[l] : b[l])
 // The manual leaves division by zero to the machine, which gives all ones (and the dividend as remainder).
-BINARY(divide, b[l] == 0                                                              ? T(~T(0))
-               : std::is_signed_v<T> && b[l] == T(-1) ? T(Unsigned<T>(0) - Unsigned<T>(a[l])) : T(a[l] / b[l]))
+BINARY(divide, b[l] == 0                              ? T(~T(0))
+               : std::is_signed_v<T> && b[l] == T(-1) ? T(Unsigned<T>(0) - Unsigned<T>(a[l]))
+                                                      : T(a[l] / b[l]))
 BINARY(remainder, b[l] == 0 ? a[l] : std::is_signed_v<T> && b[l] == T(-1) ? T(0) : T(a[l] % b[l]))
 #undef BINARY
 
@@ -40,14 +42,34 @@ Status relu_min(Warp& w, const Instruction& in) {
   return each<T>(w, in.x[0], [=](u32 l) { return std::max(T(0), std::min(a[l], b[l])); });
 }
 
-template <class T> struct Wider;
-template <> struct Wider<i16> { using type = i32; };
-template <> struct Wider<u16> { using type = u32; };
-template <> struct Wider<i32> { using type = i64; };
-template <> struct Wider<u32> { using type = u64; };
-template <> struct Wider<i64> { using type = __int128; };
-template <> struct Wider<u64> { using type = unsigned __int128; };
-template <class T> using Wide = typename Wider<T>::type;
+template <class T>
+struct Wider;
+template <>
+struct Wider<i16> {
+  using type = i32;
+};
+template <>
+struct Wider<u16> {
+  using type = u32;
+};
+template <>
+struct Wider<i32> {
+  using type = i64;
+};
+template <>
+struct Wider<u32> {
+  using type = u64;
+};
+template <>
+struct Wider<i64> {
+  using type = __int128;
+};
+template <>
+struct Wider<u64> {
+  using type = unsigned __int128;
+};
+template <class T>
+using Wide = typename Wider<T>::type;
 
 template <class T>
 Status mul_hi(Warp& w, const Instruction& in) {
@@ -78,11 +100,11 @@ Status mad_wide(Warp& w, const Instruction& in) {
   return each<Wide<T>>(w, in.x[0], [=](u32 l) { return static_cast<Wide<T>>(u64(Wide<T>(a[l]) * b[l]) + u64(c[l])); });
 }
 
-#define UNARY(NAME, RESULT, EXPRESSION)                                                        \
-  template <class T>                                                                           \
-  Status NAME(Warp& w, const Instruction& in) {                                                \
-    const T* a = row<T>(w, in.x[1]);                                                           \
-    return each<RESULT>(w, in.x[0], [=](u32 l) { return static_cast<RESULT>(EXPRESSION); });   \
+#define UNARY(NAME, RESULT, EXPRESSION)                                                      \
+  template <class T>                                                                         \
+  Status NAME(Warp& w, const Instruction& in) {                                              \
+    const T* a = row<T>(w, in.x[1]);                                                         \
+    return each<RESULT>(w, in.x[0], [=](u32 l) { return static_cast<RESULT>(EXPRESSION); }); \
   }
 UNARY(negate, T, Unsigned<T>(0) - Unsigned<T>(a[l]))
 UNARY(absolute, T, a[l] < 0 ? Unsigned<T>(0) - Unsigned<T>(a[l]) : Unsigned<T>(a[l]))
@@ -176,8 +198,7 @@ Status lop3(Warp& w, const Instruction& in) {
   for (u32 i = 0; i < 8; ++i) pick[i] = t >> i & 1 ? kFull : 0;
   return each<u32>(w, in.x[0], [=](u32 l) {
     u32 r = 0;
-    for (u32 i = 0; i < 8; ++i)
-      r |= (i & 4 ? a[l] : ~a[l]) & (i & 2 ? b[l] : ~b[l]) & (i & 1 ? c[l] : ~c[l]) & pick[i];
+    for (u32 i = 0; i < 8; ++i) r |= (i & 4 ? a[l] : ~a[l]) & (i & 2 ? b[l] : ~b[l]) & (i & 1 ? c[l] : ~c[l]) & pick[i];
     return r;
   });
 }
@@ -241,10 +262,14 @@ Status setp(Warp& w, const Instruction& in) {
       if (flush && std::abs(x) < std::numeric_limits<T>::min()) x = 0;
       if (flush && std::abs(y) < std::numeric_limits<T>::min()) y = 0;
       const bool nan = x != x || y != y;
-      if (C == kNum) r = !nan;
-      else if (C == kNan) r = nan;
-      else if (nan) r = unordered;
-      else r = C == kEq ? x == y : C == kNe ? x != y : C == kLt ? x < y : C == kLe ? x <= y : C == kGt ? x > y : x >= y;
+      if (C == kNum)
+        r = !nan;
+      else if (C == kNan)
+        r = nan;
+      else if (nan)
+        r = unordered;
+      else
+        r = C == kEq ? x == y : C == kNe ? x != y : C == kLt ? x < y : C == kLe ? x <= y : C == kGt ? x > y : x >= y;
     } else {
       r = C == kEq ? x == y : C == kNe ? x != y : C == kLt ? x < y : C == kLe ? x <= y : C == kGt ? x > y : x >= y;
     }
@@ -254,9 +279,12 @@ Status setp(Warp& w, const Instruction& in) {
   if (in.imm & 4) c = ~c;
   const auto combined = [&](u32 v) {
     switch (in.imm & 3) {
-      case 1: return v & c;
-      case 2: return v | c;
-      case 3: return v ^ c;
+      case 1:
+        return v & c;
+      case 2:
+        return v | c;
+      case 3:
+        return v ^ c;
     }
     return v;
   };
@@ -298,8 +326,7 @@ Status unpack(Warp& w, const Instruction& in) {
   std::memcpy(value, row<D>(w, in.x[in.imm]), sizeof value);
   for (i64 i = 0; i < in.imm; ++i)
     if (in.x[i] >= 0)
-      each<P>(w, in.x[i],
-              [&](u32 l) { return static_cast<P>(value[l] >> (8 * sizeof(P) * static_cast<size_t>(i))); });
+      each<P>(w, in.x[i], [&](u32 l) { return static_cast<P>(value[l] >> (8 * sizeof(P) * static_cast<size_t>(i))); });
   return Status::kNext;
 }
 

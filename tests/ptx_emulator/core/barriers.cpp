@@ -31,8 +31,8 @@ Status mbarrier_invalidate(Warp& w, const Instruction& in) {
   return Status::kNext;
 }
 
-// x: address, count (-1: one), bytes expected (-1: none), state (-1: not wanted). imm: bit 0 the barrier may be in another
-// CTA, bit 1 drop (later phases expect one arrival fewer).
+// x: address, count (-1: one), bytes expected (-1: none), state (-1: not wanted). imm: bit 0 the barrier may be in
+// another CTA, bit 1 drop (later phases expect one arrival fewer).
 Status mbarrier_arrive(Warp& w, const Instruction& in) {
   const Addresses a(w, in.x);
   u64 state[kLanes] = {};

@@ -107,8 +107,8 @@ EXPORT int ptxemu_handler(const char* name) {
 }
 
 EXPORT void* ptxemu_program(const EncodedInstruction* code, u64 length, const i32* operands, u64 num_operands,
-                            const u8* image, u64 image_bytes, const Special* specials, u64 num_specials,
-                            u64 num_blocks, u32 local_bytes, u32 shared_bytes) {
+                            const u8* image, u64 image_bytes, const Special* specials, u64 num_specials, u64 num_blocks,
+                            u32 local_bytes, u32 shared_bytes) {
   register_all();
   auto* program = new Program;
   program->operands.assign(operands, operands + num_operands);

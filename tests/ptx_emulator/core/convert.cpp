@@ -8,8 +8,8 @@
 namespace ptxemu {
 namespace {
 
-// Integer to integer. imm: source bits, source signed << 8, destination bits << 16, destination signed << 24, .sat << 25.
-// The row types are those of the registers: a result narrower than its register is extended by its own sign.
+// Integer to integer. imm: source bits, source signed << 8, destination bits << 16, destination signed << 24, .sat
+// << 25. The row types are those of the registers: a result narrower than its register is extended by its own sign.
 template <class D, class S>
 Status integer(Warp& w, const Instruction& in) {
   const S* a = row<S>(w, in.x[1]);
@@ -21,7 +21,8 @@ Status integer(Warp& w, const Instruction& in) {
     v = from_signed ? static_cast<u64>(static_cast<i64>(v) >> (64 - from)) : v >> (64 - from);
     if (saturate) {
       const __int128 x = from_signed ? __int128{static_cast<i64>(v)} : __int128{v};
-      const __int128 high = to_signed ? limit >> 1 : limit, low = to_signed ? -static_cast<__int128>(limit >> 1) - 1 : 0;
+      const __int128 high = to_signed ? limit >> 1 : limit,
+                     low = to_signed ? -static_cast<__int128>(limit >> 1) - 1 : 0;
       v = static_cast<u64>(x > high ? high : x < low ? low : x);
     }
     v &= limit;
@@ -32,10 +33,14 @@ Status integer(Warp& w, const Instruction& in) {
 
 double rounded(double x, i64 how) {
   switch (how) {
-    case 0: return std::nearbyint(x);
-    case 1: return std::trunc(x);
-    case 2: return std::floor(x);
-    default: return std::ceil(x);
+    case 0:
+      return std::nearbyint(x);
+    case 1:
+      return std::trunc(x);
+    case 2:
+      return std::floor(x);
+    default:
+      return std::ceil(x);
   }
 }
 
@@ -95,9 +100,12 @@ u32 narrowed(Small kind, float x, i64 flags) {
       if (flags & 4 && std::fabs(decode(kF16, h)) > std::fabs(x)) --h;
       return h;
     }
-    case kE4m3s: return encode(kE4m3, double{x}, true);
-    case kE5m2s: return encode(kE5m2, double{x}, true);
-    case kE2m1s: return encode(kE2m1, double{x}, true);
+    case kE4m3s:
+      return encode(kE4m3, double{x}, true);
+    case kE5m2s:
+      return encode(kE5m2, double{x}, true);
+    case kE2m1s:
+      return encode(kE2m1, double{x}, true);
   }
   return 0;
 }
@@ -127,8 +135,9 @@ template <Small K>
 Status widen_pair(Warp& w, const Instruction& in) {
   const u16* a = row<u16>(w, in.x[1]);
   const auto half = [&](u32 code) {
-    const float x = K == kE4m3s ? table_of(kE4m3)[code & 255] : K == kE5m2s ? table_of(kE5m2)[code & 255]
-                                                                          : decode(kE2m1, code & 15);
+    const float x = K == kE4m3s   ? table_of(kE4m3)[code & 255]
+                    : K == kE5m2s ? table_of(kE5m2)[code & 255]
+                                  : decode(kE2m1, code & 15);
     const u32 h = to_f16(x);
     return in.imm & 1 && h >> 15 ? 0u : h;
   };

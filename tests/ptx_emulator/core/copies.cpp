@@ -63,7 +63,8 @@ Status cp_async(Warp& w, const Instruction& in) {
     u32 size = in.x[6] < 0 ? bytes : row<u32>(w, in.x[6])[l];
     if (in.x[7] >= 0 && predicate(w, in.x[7]) >> l & 1) size = 0;
     if (size > bytes) fail("cp.async: source size %u of %u bytes", size, bytes);
-    if (to[l] % bytes || from[l] % bytes) fail("cp.async: misaligned addresses %#llx, %#llx", (unsigned long long)to[l], (unsigned long long)from[l]);
+    if (to[l] % bytes || from[l] % bytes)
+      fail("cp.async: misaligned addresses %#llx, %#llx", (unsigned long long)to[l], (unsigned long long)from[l]);
     pieces.push_back({p.offset, size, size ? w.cta->machine->global(from[l], size, false) : nullptr});
     if (race) race->shared(*w.cta, agent, p.offset, bytes, true, line);
   });
@@ -91,7 +92,8 @@ Status cp_async_wait_all(Warp& w, const Instruction&) {
   group_wait(w, w.cp_async, Race::kCpAsyncOf, 0);
   return Status::kNext;
 }
-// One arrival a thread once its cp.async so far are done. x: mbarrier. imm: noinc; without it the arrival is expected here.
+// One arrival a thread once its cp.async so far are done. x: mbarrier. imm: noinc; without it the arrival is expected
+// here.
 Status cp_async_arrive(Warp& w, const Instruction& in) {
   const Addresses a(w, in.x);
   std::vector<AsyncPtr> prior = w.cp_async.open;
@@ -144,12 +146,18 @@ void reduce(Reduction r, Type t, u8* to, const u8* from, u32 bytes) {
     return;
   }
   switch (t) {
-    case kU32: return reduce_as<u32>(r, to, from, bytes);
-    case kS32: return reduce_as<i32>(r, to, from, bytes);
-    case kU64: return reduce_as<u64>(r, to, from, bytes);
-    case kS64: return reduce_as<i64>(r, to, from, bytes);
-    case kF32: return reduce_as<float>(r, to, from, bytes);
-    case kF64: return reduce_as<double>(r, to, from, bytes);
+    case kU32:
+      return reduce_as<u32>(r, to, from, bytes);
+    case kS32:
+      return reduce_as<i32>(r, to, from, bytes);
+    case kU64:
+      return reduce_as<u64>(r, to, from, bytes);
+    case kS64:
+      return reduce_as<i64>(r, to, from, bytes);
+    case kF32:
+      return reduce_as<float>(r, to, from, bytes);
+    case kF64:
+      return reduce_as<double>(r, to, from, bytes);
     case kF16:
     case kBf16:
       for (u32 i = 0; i < bytes; i += 2) {
@@ -286,8 +294,8 @@ TensorMap read_map(Warp& w, u64 address) {
   return map;
 }
 
-// Calls `row(global address, first and last + 1 byte in bounds, offset in the box)` for every row of the box that begins at
-// `at`; the range is empty for a row that is out of bounds.
+// Calls `row(global address, first and last + 1 byte in bounds, offset in the box)` for every row of the box that
+// begins at `at`; the range is empty for a row that is out of bounds.
 template <class F>
 void for_rows(const TensorMap& map, const i32* at, F row) {
   const u32 rows = map.rows(), size = map.element_size();
@@ -332,7 +340,8 @@ void tensor_store(Machine& machine, const TensorMap& map, const std::array<i32, 
   for_rows(map, at.data(), [&](u64 address, u32 low, u32 high, u32 box_offset) {
     for (u32 i = 0; i < map.row_bytes(); i += 16)
       std::memcpy(line.data() + i, shared + swizzled(offset + box_offset + i, map.span()), 16);
-    if (high > low) reduce(r, types[map.type], machine.global(address + low, high - low, true), line.data() + low, high - low);
+    if (high > low)
+      reduce(r, types[map.type], machine.global(address + low, high - low, true), line.data() + low, high - low);
   });
 }
 
@@ -377,7 +386,7 @@ Status tma_store(Warp& w, const Instruction& in) {
     ++w.cta->machine->progress;
     Machine* machine = w.cta->machine;
     w.cta->cluster->submit(w.bulk.open, kBulkStore, 1u << l,
-                    [=] { tensor_store(*machine, map, at, p.cta->shared.data(), p.offset, r); });
+                           [=] { tensor_store(*machine, map, at, p.cta->shared.data(), p.offset, r); });
   });
   return Status::kNext;
 }

@@ -1,8 +1,8 @@
 // The execution core of the PTX emulator: what its files share.
 //
 // A program is an array of instructions whose operands are byte offsets into a warp's register file; Python decodes PTX
-// into it (encode_*.py). Registers are rows of 32 lanes (a predicate is a 32-bit mask), immediates are rows that hold the
-// same value 32 times, so a handler never asks what kind an operand is.
+// into it (encode_*.py). Registers are rows of 32 lanes (a predicate is a 32-bit mask), immediates are rows that hold
+// the same value 32 times, so a handler never asks what kind an operand is.
 #pragma once
 
 #include <array>
@@ -35,8 +35,8 @@ constexpr u32 kFull = 0xFFFFFFFFu;
 constexpr u64 kParamWindow = 0x0F00000000000000, kLocalWindow = 0x0E00000000000000, kSharedWindow = 0x0D00000000000000;
 // The driver keeps the first KiB of shared memory (every cubin's .nv.shared has it), so that address 0 is never valid.
 constexpr u32 kReservedShared = 1024;
-// A shared address carries its CTA's rank in the cluster from this bit on. CUTLASS clears bit 24 to name the leader of a
-// CTA pair (Sm100MmaPeerBitMask), so hardware has it there.
+// A shared address carries its CTA's rank in the cluster from this bit on. CUTLASS clears bit 24 to name the leader of
+// a CTA pair (Sm100MmaPeerBitMask), so hardware has it there.
 constexpr u32 kRankShift = 24;
 
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -61,12 +61,12 @@ using Handler = Status (*)(Warp&, const Instruction&);
 
 struct Instruction {
   Handler run;
-  const i32* x;   // operands
-  i64 imm;        // whatever else a handler wants to know
-  i32 guard;      // offset of the predicate, or -1
-  u16 negated;    // the guard is @!p
-  u16 count;      // of operands
-  i32 line;       // in the PTX file
+  const i32* x;  // operands
+  i64 imm;       // whatever else a handler wants to know
+  i32 guard;     // offset of the predicate, or -1
+  u16 negated;   // the guard is @!p
+  u16 count;     // of operands
+  i32 line;      // in the PTX file
 };
 
 // What Python hands over; `handler` is an index into the registry.
@@ -104,8 +104,8 @@ struct LaunchSpec {
   u64 param_bytes;
   const Range* ranges;
   u64 num_ranges;
-  i32 policy;  // Policy::Mode
-  u32 starved; // bit set of AsyncClass, for kLate
+  i32 policy;   // Policy::Mode
+  u32 starved;  // bit set of AsyncClass, for kLate
   u64 seed;
   i32 race, max_resident;
   u64 max_instructions;
@@ -155,8 +155,8 @@ struct Policy {
 
 struct Mbarrier {
   u32 count = 0, pending = 0, phase = 0;
-  i64 bytes = 0;  // expected and not yet arrived
-  u64 phases = 0; // completed
+  i64 bytes = 0;   // expected and not yet arrived
+  u64 phases = 0;  // completed
 };
 
 struct NamedBarrier {
@@ -185,8 +185,8 @@ struct Warp {
   u32 valid, alive, mask = 0;  // lanes that exist, that have not exited, that execute the current instruction
   std::vector<Frame> stack;
   Wait wait;
-  bool resumed = false;   // the instruction that blocked is executed again
-  bool timed_out = false; // let one try_wait fail
+  bool resumed = false;    // the instruction that blocked is executed again
+  bool timed_out = false;  // let one try_wait fail
   bool done = false;
   i32 line = 0;
   u64 instructions = 0;
@@ -216,13 +216,13 @@ struct Cta {
   Machine* machine;
   Program* program;
   u32 rank, id[3], num_threads;
-  std::vector<u8> shared;        // from address 0, reserved part included
-  std::vector<u16> unfenced;     // per 16 bytes: Warp::tag() of the last unfenced generic write, or 0
+  std::vector<u8> shared;     // from address 0, reserved part included
+  std::vector<u16> unfenced;  // per 16 bytes: Warp::tag() of the last unfenced generic write, or 0
   std::unordered_map<u32, Mbarrier> mbarriers;
   std::array<NamedBarrier, 16> named;
-  std::vector<AsyncPtr> tma;       // not ordered among themselves
-  std::deque<AsyncPtr> tensor;     // the tensor core's in-order pipe
-  std::vector<u32> tmem;           // [128 lanes][512 columns], allocated with the first tcgen05.alloc
+  std::vector<AsyncPtr> tma;    // not ordered among themselves
+  std::deque<AsyncPtr> tensor;  // the tensor core's in-order pipe
+  std::vector<u32> tmem;        // [128 lanes][512 columns], allocated with the first tcgen05.alloc
   std::vector<std::pair<u32, u32>> tmem_allocations;
   bool tmem_relinquished = false;
   std::vector<std::unique_ptr<Warp>> warps;

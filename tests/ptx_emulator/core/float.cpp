@@ -133,9 +133,7 @@ float magnitude(float a) { return std::fabs(a); }
 template <float (*F)(float)>
 Status unary_f32(Warp& w, const Instruction& in) {
   const float* a = row<float>(w, in.x[1]);
-  return each<float>(w, in.x[0], [=, &in](u32 l) {
-    return finish(F(in.imm & kFtz ? flushed(a[l]) : a[l]), in.imm);
-  });
+  return each<float>(w, in.x[0], [=, &in](u32 l) { return finish(F(in.imm & kFtz ? flushed(a[l]) : a[l]), in.imm); });
 }
 template <float (*F)(float)>
 Status sign_f32(Warp& w, const Instruction& in) {  // keeps a NaN's bits
@@ -156,10 +154,10 @@ Status copysign_f32(Warp& w, const Instruction& in) {
 
 // ---- doubles ----
 
-#define BINARY_F64(NAME, EXPRESSION)                                       \
-  Status NAME(Warp& w, const Instruction& in) {                            \
+#define BINARY_F64(NAME, EXPRESSION)                                         \
+  Status NAME(Warp& w, const Instruction& in) {                              \
     const double *a = row<double>(w, in.x[1]), *b = row<double>(w, in.x[2]); \
-    return each<double>(w, in.x[0], [=](u32 l) { return EXPRESSION; });    \
+    return each<double>(w, in.x[0], [=](u32 l) { return EXPRESSION; });      \
   }
 BINARY_F64(add_f64, a[l] + b[l])
 BINARY_F64(sub_f64, a[l] - b[l])

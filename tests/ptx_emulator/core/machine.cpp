@@ -19,10 +19,30 @@ constexpr u64 kSlice = 20000;  // basic blocks that an eager warp runs before th
 constexpr int kIdleRounds = 400;
 
 enum SpecialKind {
-  kTidX, kTidY, kTidZ, kLaneId, kLaneMaskLt, kLaneMaskLe, kLaneMaskGt, kLaneMaskGe, kLaneMaskEq, kWarpId, kNumWarps,
-  kNtid, kCtaid = kNtid + 3, kNctaid = kCtaid + 3, kClusterId = kNctaid + 3, kNumClusters = kClusterId + 3,
-  kClusterCtaid = kNumClusters + 3, kClusterNctaid = kClusterCtaid + 3, kClusterRank = kClusterNctaid + 3,
-  kClusterSize, kSharedAddress, kTotalShared, kDynamicShared, kSmId,
+  kTidX,
+  kTidY,
+  kTidZ,
+  kLaneId,
+  kLaneMaskLt,
+  kLaneMaskLe,
+  kLaneMaskGt,
+  kLaneMaskGe,
+  kLaneMaskEq,
+  kWarpId,
+  kNumWarps,
+  kNtid,
+  kCtaid = kNtid + 3,
+  kNctaid = kCtaid + 3,
+  kClusterId = kNctaid + 3,
+  kNumClusters = kClusterId + 3,
+  kClusterCtaid = kNumClusters + 3,
+  kClusterNctaid = kClusterCtaid + 3,
+  kClusterRank = kClusterNctaid + 3,
+  kClusterSize,
+  kSharedAddress,
+  kTotalShared,
+  kDynamicShared,
+  kSmId,
 };
 
 u32 special_value(const Warp& w, i32 kind, i64 value, u32 lane) {
@@ -31,23 +51,40 @@ u32 special_value(const Warp& w, i32 kind, i64 value, u32 lane) {
   const u32 t = w.index * kLanes + lane, rank[3] = {c.rank % s.cluster[0], c.rank / s.cluster[0] % s.cluster[1],
                                                     c.rank / (s.cluster[0] * s.cluster[1])};
   switch (kind) {
-    case kTidX: return t % s.block[0];
-    case kTidY: return t / s.block[0] % s.block[1];
-    case kTidZ: return t / (s.block[0] * s.block[1]);
-    case kLaneId: return lane;
-    case kLaneMaskLt: return (1u << lane) - 1;
-    case kLaneMaskLe: return (2u << lane) - 1;
-    case kLaneMaskGt: return ~((2u << lane) - 1);
-    case kLaneMaskGe: return ~((1u << lane) - 1);
-    case kLaneMaskEq: return 1u << lane;
-    case kWarpId: return w.index;
-    case kNumWarps: return (c.num_threads + 31) / 32;
-    case kClusterRank: return c.rank;
-    case kClusterSize: return static_cast<u32>(c.cluster->ctas.size());
-    case kSharedAddress: return (c.rank << kRankShift) + static_cast<u32>(value);
-    case kTotalShared: return static_cast<u32>(c.shared.size());
-    case kDynamicShared: return s.dynamic_shared;
-    case kSmId: return static_cast<u32>(c.machine->next_cluster % 132);
+    case kTidX:
+      return t % s.block[0];
+    case kTidY:
+      return t / s.block[0] % s.block[1];
+    case kTidZ:
+      return t / (s.block[0] * s.block[1]);
+    case kLaneId:
+      return lane;
+    case kLaneMaskLt:
+      return (1u << lane) - 1;
+    case kLaneMaskLe:
+      return (2u << lane) - 1;
+    case kLaneMaskGt:
+      return ~((2u << lane) - 1);
+    case kLaneMaskGe:
+      return ~((1u << lane) - 1);
+    case kLaneMaskEq:
+      return 1u << lane;
+    case kWarpId:
+      return w.index;
+    case kNumWarps:
+      return (c.num_threads + 31) / 32;
+    case kClusterRank:
+      return c.rank;
+    case kClusterSize:
+      return static_cast<u32>(c.cluster->ctas.size());
+    case kSharedAddress:
+      return (c.rank << kRankShift) + static_cast<u32>(value);
+    case kTotalShared:
+      return static_cast<u32>(c.shared.size());
+    case kDynamicShared:
+      return s.dynamic_shared;
+    case kSmId:
+      return static_cast<u32>(c.machine->next_cluster % 132);
   }
   const auto axis = [&](i32 first) { return kind - first; };
   if (kind < kCtaid) return s.block[axis(kNtid)];
@@ -248,7 +285,8 @@ void Machine::report(const char* format, ...) {
 u8* Machine::global(u64 address, u64 bytes, bool write) {
   const auto inside = [&](const Range& r) { return address >= r.base && address + bytes <= r.base + r.size; };
   const auto accepted = [&](const Range& r) {
-    if (write && !r.writable) fail("global write to %#llx, in a tensor that isn't an output", (unsigned long long)address);
+    if (write && !r.writable)
+      fail("global write to %#llx, in a tensor that isn't an output", (unsigned long long)address);
     return reinterpret_cast<u8*>(address);
   };
   if (last_range < ranges.size() && inside(ranges[last_range]) && (ranges[last_range].writable || !write))
@@ -263,8 +301,9 @@ u8* Machine::global(u64 address, u64 bytes, bool write) {
   if (found) return accepted(ranges[last_range]);
   std::string nearest;
   for (const Range& r : ranges)
-    if (r.base <= address) nearest = ", " + std::to_string(address - r.base) + " bytes past the start of a tensor of " +
-                                     std::to_string(r.size) + " bytes";
+    if (r.base <= address)
+      nearest = ", " + std::to_string(address - r.base) + " bytes past the start of a tensor of " +
+                std::to_string(r.size) + " bytes";
   fail("global %s of %llu bytes at %#llx outside the tensors given%s", write ? "write" : "read",
        (unsigned long long)bytes, (unsigned long long)address, nearest.c_str());
 }
@@ -287,10 +326,14 @@ void Machine::admit() {
 
 bool Machine::ready(const Warp& w) const {
   switch (w.wait.kind) {
-    case Wait::kNone: return true;
-    case Wait::kMbarrier: return w.cta->mbarrier(w.wait.address).phase != w.wait.parity;
-    case Wait::kNamed: return w.cta->named[w.wait.address].generation != w.wait.generation;
-    case Wait::kCluster: return w.cta->cluster->generation != w.wait.generation;
+    case Wait::kNone:
+      return true;
+    case Wait::kMbarrier:
+      return w.cta->mbarrier(w.wait.address).phase != w.wait.parity;
+    case Wait::kNamed:
+      return w.cta->named[w.wait.address].generation != w.wait.generation;
+    case Wait::kCluster:
+      return w.cta->cluster->generation != w.wait.generation;
   }
   return true;
 }
@@ -357,7 +400,8 @@ bool Machine::complete_one() {
 
 void Machine::run() {
   const bool random = policy.mode == Policy::kRandom;
-  const u64 most = std::max<u64>(1, static_cast<u64>(spec->max_resident) / (spec->cluster[0] * spec->cluster[1] * spec->cluster[2]));
+  const u64 most =
+      std::max<u64>(1, static_cast<u64>(spec->max_resident) / (spec->cluster[0] * spec->cluster[1] * spec->cluster[2]));
   u64 last_progress = ~0ull;
   int idle = 0;
   std::vector<Warp*> order;

@@ -8,8 +8,8 @@
 
 namespace ptxemu {
 
-// An R x K operand in shared memory as a descriptor and the instruction describe it. In "K-major" order the K elements of
-// a row are neighbours; in "MN-major" order the rows of one k are.
+// An R x K operand in shared memory as a descriptor and the instruction describe it. In "K-major" order the K elements
+// of a row are neighbours; in "MN-major" order the rows of one k are.
 struct Operand {
   u32 start, leading, stride, span;  // bytes; span 0: no swizzle
   bool mn_major;

@@ -47,23 +47,30 @@ u8* reach(Warp& w, Space space, u64 address, u32 lane, u32 bytes, bool write) {
   if (space == Space::kGeneric) {
     const u64 window = address >> 56 << 56;
     if (window == kSharedWindow) return reach_shared(w, address - window, bytes, write, true);
-    if (window == kLocalWindow) space = Space::kLocal, address -= window;
-    else if (window == kParamWindow) space = Space::kParam, address -= window;
-    else space = Space::kGlobal;
+    if (window == kLocalWindow)
+      space = Space::kLocal, address -= window;
+    else if (window == kParamWindow)
+      space = Space::kParam, address -= window;
+    else
+      space = Space::kGlobal;
   }
   switch (space) {
     case Space::kGlobal:
       if (write) ++machine.progress;
       return machine.global(address, bytes, write);
     case Space::kShared:
-    case Space::kSharedCluster: return reach_shared(w, address, bytes, write, space == Space::kSharedCluster);
+    case Space::kSharedCluster:
+      return reach_shared(w, address, bytes, write, space == Space::kSharedCluster);
     case Space::kLocal:
-      if (address + bytes > w.program->local_bytes) fail("local memory access out of bounds: %#llx", (unsigned long long)address);
+      if (address + bytes > w.program->local_bytes)
+        fail("local memory access out of bounds: %#llx", (unsigned long long)address);
       return w.local.data() + size_t{lane} * w.program->local_bytes + address;
     case Space::kParam:
-      if (write || address + bytes > machine.spec->param_bytes) fail("bad access to the parameters at %#llx", (unsigned long long)address);
+      if (write || address + bytes > machine.spec->param_bytes)
+        fail("bad access to the parameters at %#llx", (unsigned long long)address);
       return const_cast<u8*>(machine.spec->params) + address;
-    default: fail("unknown space");
+    default:
+      fail("unknown space");
   }
 }
 
@@ -88,8 +95,10 @@ Status load(Warp& w, const Instruction& in) {
       if (is_signed) v = static_cast<u64>(static_cast<i64>(v << (64 - 8 * Bytes)) >> (64 - 8 * Bytes));
       return v;
     };
-    if (width == k16) each<u16>(w, in.x[3 + i], [&](u32 l) { return w.mask >> l & 1 ? static_cast<u16>(value(l)) : u16{0}; });
-    if (width == k32) each<u32>(w, in.x[3 + i], [&](u32 l) { return w.mask >> l & 1 ? static_cast<u32>(value(l)) : 0u; });
+    if (width == k16)
+      each<u16>(w, in.x[3 + i], [&](u32 l) { return w.mask >> l & 1 ? static_cast<u16>(value(l)) : u16{0}; });
+    if (width == k32)
+      each<u32>(w, in.x[3 + i], [&](u32 l) { return w.mask >> l & 1 ? static_cast<u32>(value(l)) : 0u; });
     if (width == k64) each<u64>(w, in.x[3 + i], [&](u32 l) { return w.mask >> l & 1 ? value(l) : u64{0}; });
   }
   return Status::kNext;
@@ -302,7 +311,8 @@ Status mapa(Warp& w, const Instruction& in) {
   const u64 low = (u64{1} << kRankShift) - 1;
   if (in.imm == 64) {
     const u64* a = row<u64>(w, in.x[1]);
-    return each<u64>(w, in.x[0], [=](u32 l) { return (a[l] & ~u64{0xFFFFFFFF}) | u64{rank[l]} << kRankShift | (a[l] & low); });
+    return each<u64>(w, in.x[0],
+                     [=](u32 l) { return (a[l] & ~u64{0xFFFFFFFF}) | u64{rank[l]} << kRankShift | (a[l] & low); });
   }
   const u32* a = row<u32>(w, in.x[1]);
   return each<u32>(w, in.x[0], [=](u32 l) { return rank[l] << kRankShift | static_cast<u32>(a[l] & low); });

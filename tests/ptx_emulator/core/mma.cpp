@@ -1,6 +1,6 @@
 // mma.sync, and what wgmma and tcgen05.mma share with it. Products are exact in float (their inputs have at most 11
-// significant bits); sums are rounded after every addition, in the order of k. Hardware aligns and truncates instead, so
-// results agree with it to a few ulps, and exactly where all sums are exact.
+// significant bits); sums are rounded after every addition, in the order of k. Hardware aligns and truncates instead,
+// so results agree with it to a few ulps, and exactly where all sums are exact.
 #include <algorithm>
 
 #include "matrix.h"
@@ -35,11 +35,19 @@ Operand blackwell_operand(u64 d, bool mn_major, Element element) {
   if (d >> 52 & 1) bad("the absolute leading dimension mode isn't implemented");
   u32 span = 0;
   switch (d >> 61) {
-    case 0: break;
-    case 2: span = 128; break;
-    case 4: span = 64; break;
-    case 6: span = 32; break;
-    default: bad("the swizzle mode isn't implemented");
+    case 0:
+      break;
+    case 2:
+      span = 128;
+      break;
+    case 4:
+      span = 64;
+      break;
+    case 6:
+      span = 32;
+      break;
+    default:
+      bad("the swizzle mode isn't implemented");
   }
   return {field(d, 0), field(d, 16), field(d, 32), span, mn_major, element};
 }

@@ -8,8 +8,8 @@ void merge(Clock& into, const Clock& from) {
   for (size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
 }
 
-const char* kKindNames[] = {"warp",         "TMA load",   "tensor core", "cp.async of warp", "wgmma of warp",
-                            "bulk store of warp", "st.async of warp", "tcgen05.st of warp"};
+const char* kKindNames[] = {"warp",          "TMA load",           "tensor core",      "cp.async of warp",
+                            "wgmma of warp", "bulk store of warp", "st.async of warp", "tcgen05.st of warp"};
 
 }  // namespace
 

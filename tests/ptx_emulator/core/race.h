@@ -1,7 +1,7 @@
 // Happens-before checking of shared and tensor memory with vector clocks.
 //
-// Agents are the warps and everything asynchronous: the TMA loads of one mbarrier, the tensor core's in-order pipe, and a
-// warp's streams of cp.async, wgmma, bulk stores, st.async and tcgen05.st. An access is a race when an earlier
+// Agents are the warps and everything asynchronous: the TMA loads of one mbarrier, the tensor core's in-order pipe, and
+// a warp's streams of cp.async, wgmma, bulk stores, st.async and tcgen05.st. An access is a race when an earlier
 // conflicting access by another agent isn't ordered before it by an mbarrier phase, a barrier, a commit or a wait.
 #pragma once
 
@@ -50,7 +50,7 @@ class Race {
   struct Granule {
     u32 agent = 0, clock = 0;  // last write
     i32 line = 0;
-    std::vector<Read> reads;   // since then, one for each agent
+    std::vector<Read> reads;  // since then, one for each agent
   };
   struct Memory {
     std::vector<Granule> granules;

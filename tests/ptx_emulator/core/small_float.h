@@ -61,8 +61,8 @@ inline u32 encode(const Format& f, double x, bool saturate) {
   if (std::isinf(a)) return sign | (saturate ? most : infinity);
   if (a == 0) return sign;
   int e;
-  std::frexp(a, &e);                                     // a = [0.5, 1) * 2^e
-  const int lowest = 1 - f.bias;                         // exponent of the smallest normal number
+  std::frexp(a, &e);              // a = [0.5, 1) * 2^e
+  const int lowest = 1 - f.bias;  // exponent of the smallest normal number
   const int scale = std::max(e - 1, lowest) - f.mantissa;
   const double steps = std::nearbyint(std::ldexp(a, -scale));  // an integer below 2^(mantissa + 2)
   const double rounded = std::ldexp(steps, scale);
@@ -75,7 +75,9 @@ inline u32 encode(const Format& f, double x, bool saturate) {
 }
 
 #ifdef __F16C__
-inline float from_f16(u16 h) { return __builtin_ia32_vcvtph2ps((__attribute__((vector_size(16))) short){static_cast<short>(h)})[0]; }
+inline float from_f16(u16 h) {
+  return __builtin_ia32_vcvtph2ps((__attribute__((vector_size(16))) short){static_cast<short>(h)})[0];
+}
 #else
 inline float from_f16(u16 h) { return decode(kF16, h); }
 #endif

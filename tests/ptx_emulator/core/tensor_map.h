@@ -1,5 +1,5 @@
-// The tensor map as the emulated driver's cuTensorMapEncodeTiled leaves it: the arguments of that call, not the layout of
-// any GPU. recording_driver.c writes it.
+// The tensor map as the emulated driver's cuTensorMapEncodeTiled leaves it: the arguments of that call, not the layout
+// of any GPU. recording_driver.c writes it.
 #pragma once
 
 #include "core.h"
@@ -15,8 +15,8 @@ struct TensorMap {
   u64 strides[4];  // bytes, of dimensions 1 on
   u32 last[5];     // extent - 1
   u16 box[5];
-  u8 step[5];      // element strides
-  u8 fill;         // CUtensorMapFloatOOBfill
+  u8 step[5];  // element strides
+  u8 fill;     // CUtensorMapFloatOOBfill
   u8 unused[44];
 
   u32 element_size() const {
@@ -40,6 +40,8 @@ struct TensorMap {
 static_assert(sizeof(TensorMap) == 128);
 
 // XORs the 16-byte chunk within the span (address bits 4 to 6) with the row (bits 7 to 9) of an absolute address.
-inline u32 swizzled(u32 address, u32 span) { return span ? address ^ ((address >> 7 & (span / 16 - 1)) << 4) : address; }
+inline u32 swizzled(u32 address, u32 span) {
+  return span ? address ^ ((address >> 7 & (span / 16 - 1)) << 4) : address;
+}
 
 }  // namespace ptxemu

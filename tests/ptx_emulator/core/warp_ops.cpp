@@ -32,10 +32,17 @@ Status shfl(Warp& w, const Instruction& in) {
     i32 j = 0;
     bool ok = false;
     switch (in.imm) {
-      case kUp: j = static_cast<i32>(l) - static_cast<i32>(b[l] & 31), ok = j >= static_cast<i32>(hi); break;
-      case kDown: j = static_cast<i32>(l + (b[l] & 31)), ok = j <= static_cast<i32>(hi); break;
-      case kBfly: j = static_cast<i32>(l ^ (b[l] & 31)), ok = j <= static_cast<i32>(hi); break;
-      default: j = static_cast<i32>(lo | (b[l] & 31 & ~segment)), ok = j <= static_cast<i32>(hi);
+      case kUp:
+        j = static_cast<i32>(l) - static_cast<i32>(b[l] & 31), ok = j >= static_cast<i32>(hi);
+        break;
+      case kDown:
+        j = static_cast<i32>(l + (b[l] & 31)), ok = j <= static_cast<i32>(hi);
+        break;
+      case kBfly:
+        j = static_cast<i32>(l ^ (b[l] & 31)), ok = j <= static_cast<i32>(hi);
+        break;
+      default:
+        j = static_cast<i32>(lo | (b[l] & 31 & ~segment)), ok = j <= static_cast<i32>(hi);
     }
     if (ok && w.mask >> l & 1 && !(w.mask >> (j & 31) & 1))
       fail("shfl.sync: lane %u reads lane %d, which isn't active", l, j);
@@ -85,12 +92,24 @@ Status redux(Warp& w, const Instruction& in) {
   for_lanes(who & (who - 1), [&](u32 l) {
     const T v = a[l];
     switch (R) {
-      case kAdd: r = static_cast<T>(static_cast<u32>(r) + static_cast<u32>(v)); break;
-      case kMin: r = std::min(r, v); break;
-      case kMax: r = std::max(r, v); break;
-      case kAnd: r = static_cast<T>(static_cast<u32>(r) & static_cast<u32>(v)); break;
-      case kOr: r = static_cast<T>(static_cast<u32>(r) | static_cast<u32>(v)); break;
-      case kXor: r = static_cast<T>(static_cast<u32>(r) ^ static_cast<u32>(v)); break;
+      case kAdd:
+        r = static_cast<T>(static_cast<u32>(r) + static_cast<u32>(v));
+        break;
+      case kMin:
+        r = std::min(r, v);
+        break;
+      case kMax:
+        r = std::max(r, v);
+        break;
+      case kAnd:
+        r = static_cast<T>(static_cast<u32>(r) & static_cast<u32>(v));
+        break;
+      case kOr:
+        r = static_cast<T>(static_cast<u32>(r) | static_cast<u32>(v));
+        break;
+      case kXor:
+        r = static_cast<T>(static_cast<u32>(r) ^ static_cast<u32>(v));
+        break;
     }
   });
   return each<T>(w, in.x[0], [=](u32) { return r; });

@@ -28,7 +28,9 @@ void run(Warp& w, const Wgmma& g) {
   const float sign = g.a_negated != g.b_negated ? -1.0f : 1.0f;
   for (u32 j = 0; j < g.n; ++j)
     for (u32 x = 0; x < g.k; ++x) bt[x * g.n + j] = sign * b[j * g.k + x];
-  const auto place = [&](u32 r, u32 l) { return (l / 4 + 8 * (r >> 1 & 1)) * g.n + 8 * (r / 4) + 2 * (l % 4) + (r & 1); };
+  const auto place = [&](u32 r, u32 l) {
+    return (l / 4 + 8 * (r >> 1 & 1)) * g.n + 8 * (r / 4) + 2 * (l % 4) + (r & 1);
+  };
   if (g.use_d)
     for (u32 r = 0; r < g.n / 2; ++r)
       for (u32 l = 0; l < kLanes; ++l) d[place(r, l)] = row<float>(w, g.xd[r])[l];
@@ -39,7 +41,8 @@ void run(Warp& w, const Wgmma& g) {
 }
 
 // x: scale-d (predicate), A descriptor or its 4 registers, B descriptor, then N / 2 registers of D.
-// imm: N, k << 16, Element of A << 24, of B << 28, then from bit 32: A in registers, A MN-major, B MN-major, A, B negated.
+// imm: N, k << 16, Element of A << 24, of B << 28, then from bit 32: A in registers, A MN-major, B MN-major, A, B
+// negated.
 Status wgmma(Warp& w, const Instruction& in) {
   w.require_converged("wgmma");
   Wgmma g;
