@@ -62,4 +62,70 @@ def wgmma(p, m, args):
     p.emit("wgmma", rows + accumulator, imm)
 
 
-ENCODERS = {"mma": mma, "wgmma": wgmma}
+def tcgen05(p, m, args):
+    what = m.rest.pop(0)
+    m.ignore("sync", "aligned")
+    if "cta_group::2" in m.rest:
+        raise Unsupported("pairs of CTAs")
+    m.take("cta_group::1")
+    if what == "alloc":
+        m.take("shared::cta"), m.take("b32")
+        m.done()
+        return p.emit("tcgen05.alloc", p.address(args[0]) + [p.source(args[1], 32)])
+    if what == "dealloc":
+        m.take("b32")
+        m.done()
+        return p.emit("tcgen05.dealloc", [p.source(args[0], 32), p.source(args[1], 32)])
+    if what == "relinquish_alloc_permit":
+        m.done()
+        return p.emit("tcgen05.relinquish")
+    if what in ("wait::st", "wait::ld"):
+        m.done()
+        return p.emit(f"tcgen05.{what}")
+    if what.startswith("fence::"):
+        return p.emit("nothing")  # orders tcgen05 operations across threads; here they are seen in order of issue
+    if what == "commit":
+        multicast = m.has("multicast::cluster")
+        m.take("mbarrier::arrive::one"), m.take("shared::cluster"), m.take("b64")
+        m.done()
+        return p.emit("tcgen05.commit", p.address(args[0]) + [p.source(args[1], 16) if multicast else -1])
+    if what in ("ld", "st"):
+        return tensor_memory(p, m, args, what)
+    if what == "mma":
+        return tcgen05_mma(p, m, args)
+    raise Unsupported("tcgen05 operation")
+
+
+def tensor_memory(p, m, args, what):
+    """tcgen05.ld, ld.red and st of shape 32x32b."""
+    kind = m.type()
+    reduced = m.has("red")
+    count = int(next(r for r in m.rest if re.fullmatch(r"x\d+", r))[1:])
+    m.take(f"x{count}"), m.take("32x32b")
+    flags = m.flags({"max": 1, "abs": 2, "NaN": 4}) if reduced else 0
+    if reduced:
+        m.take("min")
+    m.done()
+    if kind not in ("b32", "f32"):
+        raise Unsupported("type")
+    where, names = (args[-1], args[0]) if what == "ld" else (args[0], args[1])
+    rows = [p.destination(x, 32) if what == "ld" else p.source(x, 32) for x in parts(names)]
+    if len(rows) != count:
+        raise Unsupported("number of registers")
+    if reduced:
+        return p.emit("tcgen05.ld.red", p.address(where) + [p.destination(args[1], 32)] + rows, count | flags << 16)
+    p.emit(f"tcgen05.{what}", p.address(where) + rows, count)
+
+
+def tcgen05_mma(p, m, args):
+    kind = m.take("kind::f16", "kind::f8f6f4")
+    m.done()
+    if kind is None or len(args) != 5:
+        raise Unsupported("kind or number of operands")
+    in_tmem = args[1].startswith("[")
+    a = p.address(args[1]) if in_tmem else [p.source(args[1], 64), 0, 0]
+    rows = p.address(args[0]) + a + [p.source(args[2], 64), p.source(args[3], 32), p.pred(args[4])]
+    p.emit("tcgen05.mma", rows, (kind == "kind::f16") | in_tmem << 1)
+
+
+ENCODERS = {"mma": mma, "wgmma": wgmma, "tcgen05": tcgen05}

@@ -46,7 +46,7 @@ Operand blackwell_operand(u64 descriptor, bool mn_major, Element element);
 // Checks that the operand lies in shared memory and reads rows [first, first + rows) as floats, row by row.
 void read_operand(Cta& cta, const Operand& o, u32 first, u32 rows, u32 k, float* to);
 
-// d[m][n] += a[m][k] * b[n][k]^T in float; `bt` is b transposed, [k][n].
-void multiply(const float* a, const float* bt, float* d, u32 m, u32 n, u32 k);
+// d[m][n] += a[m][k] * b[n][k]^T in float; `bt` is b transposed, [k][n], and rows of d are `pitch` apart.
+void multiply(const float* a, const float* bt, float* d, u32 m, u32 n, u32 k, u32 pitch);
 
 }  // namespace ptxemu

@@ -83,9 +83,9 @@ void read_operand(Cta& cta, const Operand& o, u32 first, u32 rows, u32 k, float*
   }
 }
 
-void multiply(const float* a, const float* bt, float* d, u32 m, u32 n, u32 k) {
+void multiply(const float* a, const float* bt, float* d, u32 m, u32 n, u32 k, u32 pitch) {
   for (u32 i = 0; i < m; ++i) {
-    float* row_d = d + size_t{i} * n;
+    float* row_d = d + size_t{i} * pitch;
     for (u32 x = 0; x < k; ++x) {
       const float v = a[size_t{i} * k + x];
       const float* row_b = bt + size_t{x} * n;
@@ -124,7 +124,7 @@ Status mma(Warp& w, const Instruction& in) {
     const float* r = row<float>(w, xc[i]);
     for (u32 l = 0; l < kLanes; ++l) d[(l / 4 + 8 * (i >> 1)) * 8 + 2 * (l % 4) + (i & 1)] = r[l];
   }
-  multiply(a, bt, d, 16, 8, k);
+  multiply(a, bt, d, 16, 8, k, 8);
   for (u32 i = 0; i < 4; ++i) {
     float* r = row<float>(w, xd[i]);
     for (u32 l = 0; l < kLanes; ++l) r[l] = d[(l / 4 + 8 * (i >> 1)) * 8 + 2 * (l % 4) + (i & 1)];

@@ -34,7 +34,7 @@ void run(Warp& w, const Wgmma& g) {
   if (g.use_d)
     for (u32 r = 0; r < g.n / 2; ++r)
       for (u32 l = 0; l < kLanes; ++l) d[place(r, l)] = row<float>(w, g.xd[r])[l];
-  multiply(a.data(), bt.data(), d.data(), 16, g.n, g.k);
+  multiply(a.data(), bt.data(), d.data(), 16, g.n, g.k, g.n);
   for (u32 r = 0; r < g.n / 2; ++r)
     for (u32 l = 0; l < kLanes; ++l) row<float>(w, g.xd[r])[l] = d[place(r, l)];
   ++w.cta->machine->spec->matrix_instructions;
