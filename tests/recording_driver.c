@@ -61,34 +61,24 @@ static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **
   return on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
 }
 
-/* The arguments, in the layout of tests/ptx_emulator/core/tensor_map.h. The checks are those of cuda.h's description. */
+/* What the hardware's 128 bytes stand for here: the arguments of the encoding call (recording_driver.py reads it). */
 typedef struct {
-  uint32_t magic;
-  uint8_t type, rank, interleave, swizzle;
-  uint64_t base, strides[4];
-  uint32_t last[5];
-  uint16_t box[5];
-  uint8_t step[5], fill, unused[44];
+  uint64_t base, strides[4]; /* bytes, of dimensions 1.. */
+  uint32_t extents[5], box[5], type, rank, swizzle, promotion;
 } TensorMap;
-
-static CUresult TensorMapEncodeTiled(TensorMap *map, int type, uint32_t rank, void *base, const uint64_t *extents,
-                                     const uint64_t *strides, const uint32_t *box, const uint32_t *steps,
+_Static_assert(sizeof(TensorMap) <= 128, "a tensor map has 128 bytes");
+static CUresult TensorMapEncodeTiled(void *map, int type, unsigned rank, void *base, const uint64_t *extents,
+                                     const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
                                      int interleave, int swizzle, int promotion, int fill) {
-  static const uint8_t sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
-  const unsigned span = 16u << swizzle;
-  (void)promotion;
-  if (rank < 1 || rank > 5 || (uintptr_t)base % 16 || type < 0 || type >= (int)sizeof sizes) return 1;
-  memset(map, 0, sizeof *map);
-  map->magic = 0x70614D54;
-  map->type = type, map->rank = rank, map->interleave = interleave, map->swizzle = swizzle, map->fill = fill;
-  map->base = (uintptr_t)base;
-  for (uint32_t d = 0; d < rank; d++) {
-    if (extents[d] == 0 || extents[d] > 1ull << 32 || box[d] == 0 || box[d] > 256 || steps[d] < 1 || steps[d] > 8) return 1;
-    if (d && (strides[d - 1] % 16 || strides[d - 1] >= 1ull << 40)) return 1;
-    map->last[d] = extents[d] - 1, map->box[d] = box[d], map->step[d] = steps[d];
-    if (d) map->strides[d - 1] = strides[d - 1];
+  TensorMap m = {.base = (uint64_t)base, .type = type, .rank = rank, .swizzle = swizzle, .promotion = promotion};
+  if (m.base % 16 || rank < 1 || rank > 5 || interleave || fill) return 1; /* CUDA_ERROR_INVALID_VALUE */
+  for (unsigned i = 0; i < rank; i++) {
+    m.extents[i] = (uint32_t)extents[i], m.box[i] = box[i];
+    if (!extents[i] || extents[i] > UINT32_MAX || !box[i] || box[i] > 256 || element_strides[i] != 1) return 1;
+    if (i && ((m.strides[i - 1] = strides[i - 1]) % 16 || strides[i - 1] >> 40)) return 1;
   }
-  if (box[0] * sizes[type] % 16 || (swizzle && box[0] * sizes[type] > span)) return 1;
+  memset(map, 0, 128);
+  memcpy(map, &m, sizeof m);
   return 0;
 }
 
@@ -109,12 +99,6 @@ static const struct {
     {"cuLaunchKernelEx", LaunchKernelEx},
     {"cuTensorMapEncodeTiled", TensorMapEncodeTiled},
 };
-
-CUresult recording_encode(TensorMap *map, int type, uint32_t rank, void *base, const uint64_t *extents,
-                          const uint64_t *strides, const uint32_t *box, int swizzle) {
-  static const uint32_t steps[] = {1, 1, 1, 1, 1};
-  return TensorMapEncodeTiled(map, type, rank, base, extents, strides, box, steps, 0, swizzle, 0, 0);
-}
 
 CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *status) {
   for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)

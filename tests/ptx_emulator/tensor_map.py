@@ -2,22 +2,27 @@
 
 import struct
 
-MAGIC = 0x70614D54
-TYPES = {"u8": 0, "u16": 1, "u32": 2, "s32": 3, "u64": 4, "s64": 5, "f16": 6, "f32": 7, "f64": 8, "bf16": 9}
-TORCH_TYPES = {"uint8": "u8", "int8": "u8", "float8_e4m3fn": "u8", "float8_e5m2": "u8", "bfloat16": "bf16",
-               "float16": "f16", "float32": "f32", "int32": "s32", "int64": "s64"}  # fmt: skip
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+# In the order of CUtensorMapDataType and CUtensorMapSwizzle.
+TYPES = ("u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16")
+TORCH_TYPES = {
+    "uint8": "u8", "int8": "u8", "float8_e4m3fn": "u8", "float8_e5m2": "u8", "bfloat16": "bf16", "float16": "f16",
+    "float32": "f32", "int32": "s32", "int64": "s64",
+}  # fmt: skip
+SWIZZLES = (0, 32, 64, 128)
 
 
 def pack(kind, base, extents, strides, box, swizzle=0):
-    """The 128 bytes that the emulated cuTensorMapEncodeTiled writes (core/tensor_map.h). Dimensions innermost first;
+    """The 128 bytes that the recording driver's encode call leaves (core/tensor_map.h). Dimensions innermost first;
     `strides` in bytes, of all but the innermost.
     """
-    rank = len(extents)
-    pad = lambda x, n: list(x) + [0] * (n - len(x))  # noqa: E731
-    head = struct.pack("<I4BQ", MAGIC, TYPES[kind], rank, 0, SWIZZLES[swizzle], base)
-    body = struct.pack("<4Q5I5H", *pad(strides, 4), *pad([n - 1 for n in extents], 5), *pad(box, 5))
-    return (head + body + bytes([1] * 5) + bytes(1)).ljust(128, b"\0")
+    if any(s % 16 or not 0 < s < 1 << 40 for s in strides) or any(not 1 <= b <= 256 for b in box):
+        raise ValueError(f"strides {strides} and box {box}: expected multiples of 16 below 2^40, and 1 to 256")
+
+    def padded(values, count):
+        return list(values) + [0] * (count - len(values))
+
+    numbers = [*padded(extents, 5), *padded(box, 5), TYPES.index(kind), len(extents), SWIZZLES.index(swizzle), 0]
+    return struct.pack("<5Q14I", base, *padded(strides, 4), *numbers).ljust(128, b"\0")
 
 
 def encode(tensor, box, swizzle=0, dims=None):

@@ -274,20 +274,15 @@ Status bulk_wait(Warp& w, const Instruction& in) {
 
 TensorMap read_map(Warp& w, u64 address) {
   const u64 window = address >> 56 << 56;
-  TensorMap map;
+  const u8* bytes;
   if (address % 64) fail("tensor map at a misaligned address");
   if (window == kParamWindow) {
-    const u64 offset = address - window;
-    if (offset + sizeof map > w.cta->machine->spec->param_bytes) fail("tensor map outside the parameters");
-    std::memcpy(&map, w.cta->machine->spec->params + offset, sizeof map);
+    if (address - window + 128 > w.cta->machine->spec->param_bytes) fail("tensor map outside the parameters");
+    bytes = w.cta->machine->spec->params + (address - window);
   } else {
-    std::memcpy(&map, w.cta->machine->global(address, sizeof map, false), sizeof map);
+    bytes = w.cta->machine->global(address, 128, false);
   }
-  if (map.magic != kTensorMapMagic) fail("the tensor map was not made by cuTensorMapEncodeTiled");
-  if (map.interleave) fail("interleaved tensor maps aren't implemented");
-  if (map.fill) fail("tensor maps that fill with NaN aren't implemented");
-  for (u32 d = 0; d < map.rank; ++d)
-    if (map.step[d] != 1) fail("tensor maps with element strides aren't implemented");
+  const TensorMap map(bytes);
   if (map.row_bytes() % 16) fail("tensor map: a box row of %u bytes", map.row_bytes());
   if (map.span() && map.row_bytes() != map.span())
     fail("tensor map: box rows of %u bytes under a swizzle of %u aren't implemented", map.row_bytes(), map.span());
@@ -335,7 +330,7 @@ void tensor_load(Machine& machine, const TensorMap& map, const std::array<i32, 5
 }
 void tensor_store(Machine& machine, const TensorMap& map, const std::array<i32, 5>& at, const u8* shared, u32 offset,
                   Reduction r) {
-  static constexpr Type types[] = {kU32, kU32, kU32, kS32, kU64, kS64, kF16, kF32, kF64, kBf16, kF32, kF32, kF32};
+  static constexpr Type types[] = {kU32, kU32, kU32, kS32, kU64, kS64, kF16, kF32, kF64, kBf16};
   std::vector<u8> line(map.row_bytes());
   for_rows(map, at.data(), [&](u64 address, u32 low, u32 high, u32 box_offset) {
     for (u32 i = 0; i < map.row_bytes(); i += 16)

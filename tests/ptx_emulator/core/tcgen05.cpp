@@ -47,7 +47,7 @@ Status dealloc(Warp& w, const Instruction& in) {
   for (size_t i = 0; i < cta.tmem_allocations.size(); ++i)
     if (cta.tmem_allocations[i] == std::make_pair(at, n)) {
       for (const AsyncPtr& op : cta.tensor)
-        if (!op->done) cta.machine->report("tcgen05.dealloc with tensor core operations in flight (PTX line %d)", w.line);
+        if (!op->done && op->lanes) cta.machine->report("tcgen05.dealloc with tensor core operations in flight (PTX line %d)", w.line);
       cta.tmem_allocations.erase(cta.tmem_allocations.begin() + static_cast<std::ptrdiff_t>(i));
       ++cta.machine->progress;
       return Status::kNext;
@@ -245,7 +245,8 @@ Status commit(Warp& w, const Instruction& in) {
     for (u32 bar : bars) cta.cluster->owner(bar).mbarrier(bar);
     Clock clock;
     if (race) clock = race->snapshot(race->agent(Race::kTensorPipe, cta, 0));
-    cta.cluster->submit(cta.tensor, kTcgen05, 1u << l, [&cta, race, clock, bars] {
+    // No lanes: a commit touches no memory, so it may be in flight when tensor memory is freed.
+    cta.cluster->submit(cta.tensor, kTcgen05, 0, [&cta, race, clock, bars] {
       for (u32 bar : bars) {
         Cta& owner = cta.cluster->owner(bar);
         if (race) race->release(Race::mbarrier_object(owner, bar & 0xFFFFFF), clock);
