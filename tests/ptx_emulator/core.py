@@ -103,6 +103,8 @@ def load():
     library.ptxemu_hits.restype = ctypes.POINTER(ctypes.c_uint64)
     library.ptxemu_hits.argtypes = [ctypes.c_void_p]
     library.ptxemu_free.argtypes = [ctypes.c_void_p]
+    library.ptxemu_real_waits.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+    library.ptxemu_real_waits.restype = ctypes.c_uint64
     library.ptxemu_launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64]
     return library
 
@@ -135,6 +137,14 @@ class Program:
     def hits(self):
         """How often each basic block was entered, over all launches."""
         return np.ctypeslib.as_array(load().ptxemu_hits(self.pointer), (self.blocks,)).copy()
+
+    def real_waits(self):
+        """PTX lines of the mbarrier waits that ever came through because a phase had completed. The others were for the
+        phase before the first, which counts as complete.
+        """
+        lines = np.zeros(4096, np.int32)
+        count = load().ptxemu_real_waits(self.pointer, ctypes.c_void_p(lines.ctypes.data), ctypes.c_uint64(len(lines)))
+        return set(lines[:count].tolist())
 
     def launch(self, spec):
         """(status, text) of ptxemu_launch."""

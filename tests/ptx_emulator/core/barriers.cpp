@@ -73,13 +73,20 @@ Status mbarrier_wait(Warp& w, const Instruction& in) {
   for_lanes(w.mask, [&](u32 l) {
     const SharedPlace p = shared_place(w, a[l], 8, false, "mbarrier wait");
     const u32 parity = in.imm & 2 ? row<u64>(w, in.x[4])[l] & 1 : row<u32>(w, in.x[4])[l] & 1;
-    if (p.cta->mbarrier(static_cast<u32>(a[l])).phase != parity)
+    const Mbarrier& b = p.cta->mbarrier(static_cast<u32>(a[l]));
+    if (b.phase != parity) {
       passed |= 1u << l;
-    else if (missing == kLanes)
+      if (b.phases) w.program->real_waits.insert(w.line);
+    } else if (missing == kLanes) {
       missing = l;
+    }
   });
-  const bool impatient = w.timed_out || !(in.imm & 1) ||
-                         (w.cta->machine->policy.mode == Policy::kRandom && w.cta->machine->policy.chance(0.3));
+  // Hardware's try_wait may give up at any time. Under random schedules it does: seldom with even seeds, nearly always with
+  // odd ones, so that whole groups of warps go the way of a failed peek.
+  const Machine& machine = *w.cta->machine;
+  const bool impatient =
+      w.timed_out || !(in.imm & 1) ||
+      (machine.policy.mode == Policy::kRandom && w.cta->machine->policy.chance(machine.spec->seed % 2 ? 0.97 : 0.3));
   if (missing < kLanes && !impatient) {
     const u32 parity = in.imm & 2 ? row<u64>(w, in.x[4])[missing] & 1 : row<u32>(w, in.x[4])[missing] & 1;
     w.wait = {Wait::kMbarrier, static_cast<u32>(a[missing]), parity, 0};

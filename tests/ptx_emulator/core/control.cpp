@@ -56,7 +56,7 @@ Status leave(Warp& w, const Instruction&) {
   w.alive &= ~dead;
   if (w.stack.empty()) {
     w.done = true;
-    --w.cta->live;
+    if (--w.cta->live == 0) w.cta->leave();
     ++w.cta->machine->progress;
     w.cta->cluster->settle();
   }
@@ -127,6 +127,14 @@ EXPORT void* ptxemu_program(const EncodedInstruction* code, u64 length, const i3
 EXPORT void ptxemu_free(void* program) { delete static_cast<Program*>(program); }
 
 EXPORT const u64* ptxemu_hits(void* program) { return static_cast<Program*>(program)->hits.data(); }
+
+// Fills up to `most` lines; returns their number.
+EXPORT u64 ptxemu_real_waits(void* program, i32* lines, u64 most) {
+  u64 n = 0;
+  for (i32 line : static_cast<Program*>(program)->real_waits)
+    if (n < most) lines[n++] = line;
+  return n;
+}
 
 // 0: done; 1: error; 2: deadlock. `text` receives the error or the reports, one a line.
 EXPORT int ptxemu_launch(void* program, LaunchSpec* spec, char* text, u64 text_bytes) {

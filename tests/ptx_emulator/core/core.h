@@ -87,6 +87,7 @@ struct Program {
   std::vector<u8> image;  // register file of a new warp: immediates in place, everything else poison
   std::vector<Special> specials;
   std::vector<u64> hits;  // of each basic block
+  std::set<i32> real_waits;  // lines of mbarrier waits that came through because a phase had completed
   u32 local_bytes = 0, shared_bytes = 0;
   std::vector<std::unique_ptr<u8[]>> spare;  // register files of warps that have ended, to be used again
 };
@@ -235,7 +236,8 @@ struct Cta {
   void settle(u32 address, Mbarrier& barrier);
   // Offset of a shared address that must lie in this CTA.
   u32 offset(u32 address, u32 bytes, const char* what) const;
-  void finish();
+  void leave();   // the last warp exits
+  void finish();  // the cluster ends
 };
 
 struct Cluster {

@@ -14,6 +14,12 @@ std::string formatted(const char* format, va_list arguments) {
   return text;
 }
 
+// In the order of AsyncClass.
+const char* kind_name(AsyncClass kind) {
+  static const char* names[] = {"cp.async", "TMA", "bulk store", "wgmma", "tcgen05", "tcgen05.st", "st.async"};
+  return names[kind];
+}
+
 constexpr u64 kSlice = 20000;  // basic blocks that an eager warp runs before the next warp's turn
 // Rounds without any visible effect after which spinning warps are called hung.
 constexpr int kIdleRounds = 400;
@@ -210,6 +216,23 @@ void Cta::complete_bytes(u32 address, i64 bytes) {
   Mbarrier& b = mbarrier(address);
   b.bytes -= bytes;
   settle(address, b);
+}
+
+// What still uses this CTA's shared memory when it may already belong to another one. Not cp.async, which hardware drains,
+// and not st.async, whose data come from registers.
+void Cta::leave() {
+  const auto check = [&](const auto& list) {
+    for (const AsyncPtr& op : list)
+      if (!op->done && op->lanes && op->kind != kStAsync)
+        machine->report("the CTA exits before its asynchronous operation (%s) is complete", kind_name(op->kind));
+  };
+  check(tma);
+  check(tensor);
+  for (auto& w : warps)
+    for (Stream* s : {&w->bulk, &w->wgmma}) {
+      check(s->open);
+      for (auto& group : s->groups) check(group.ops);
+    }
 }
 
 void Cta::finish() {

@@ -1,0 +1,93 @@
+"""Broken programs must be noticed: faults of synchronisation and addressing, injected into the shipped programs.
+
+Needs `--backend=emulated`. Which faults there are, and what notices them: ptx_emulator/faults.py and docs/ptx_emulator.md.
+"""
+
+import cases
+import oracle
+import pytest
+import torch
+from ptx_emulator import faults
+
+import m3_sparse
+from m3_sparse import ops
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def attend(splits, kv):
+    case = cases.make([1, 1], [2100, 700], heads=(16, 1), dtype=BF16, kv_dtype=kv, style="clean", topk=12, seed=5)
+    (q, k_cache, v_cache, ids, table), options = case.sparse()
+    lengths = (options["cu_seqlens_q"], options["seqused_k"])
+
+    def run():
+        out, lse = cases.nan_like(q.shape, q.dtype), cases.nan_like(q.shape[:2], torch.float32)
+        call = ops.BUILT["sparse_attention", "aot"]
+        call(out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, True, None, None, splits)
+        return out, lse
+
+    return run
+
+
+def select(blocks, kv):
+    case = cases.make([7, 5], [128 * blocks, 300], heads=(4, 4), dtype=BF16, kv_dtype=kv, seed=blocks)
+    tensors, lengths = case.index()
+
+    def run():
+        with m3_sparse.backend("aot"):
+            return m3_sparse.select_blocks(*tensors, **lengths, return_scores=True)
+
+    return run
+
+
+PROGRAMS = {
+    "decode_bf16_s2": attend(2, BF16), "decode_e4m3_s4": attend(4, E4M3), "decode_bf16_s16": attend(16, BF16),
+    "decode_score_bf16_bf16_n32": select(40, BF16), "decode_score_bf16_e4m3_n32": select(40, E4M3),
+    "topk_wide": select(300, BF16),
+}  # fmt: skip
+# Of all, and of one program: some faults change nothing, such as a wait for copies that others have waited for already.
+NOTICED, NOTICED_OF_ONE = 0.9, 0.8
+found = {}  # program -> [(mutant, what noticed it or None)]
+
+
+def same(got, want):
+    return all(torch.equal(oracle.stored_bytes(a), oracle.stored_bytes(b)) for a, b in zip(got, want))
+
+
+def verdicts(emulation, name):
+    driver, run = emulation.driver, PROGRAMS[name]
+    entry = f"m3s_{name}_sm90a_0"
+    want = run()
+    text = (driver.kernels / f"{driver.manifests[entry]['name']}.ptx").read_text()
+    result = []
+    for mutant in faults.mutants(text, driver.programs[entry]):
+
+        def check(changed, policy):
+            driver.edit = lambda original: changed if original == text else original
+            emulation.reports = []
+            before, driver.policy = driver.policy, faults.limited(policy)
+            try:
+                got = run()
+            finally:
+                driver.edit, driver.policy = None, before
+            return same(got, want), emulation.reports
+
+        result.append((mutant, faults.judge(check, mutant)))
+    return result
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_faults_are_noticed(emulation, name):
+    found[name] = verdicts(emulation, name)
+    missed = [(m.kind, m.line) for m, by in found[name] if by is None]
+    print(faults.table(found[name]), missed)
+    assert len(found[name]) >= 10
+    assert len(missed) <= (1 - NOTICED_OF_ONE) * len(found[name]), missed
+
+
+def test_most_of_all_faults_are_noticed():
+    """The last test of this file."""
+    every = [pair for name in PROGRAMS for pair in found[name]]
+    print(faults.table(every))
+    assert len(every) >= 60
+    assert sum(by is not None for _, by in every) >= NOTICED * len(every)
