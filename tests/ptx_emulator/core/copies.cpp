@@ -233,7 +233,7 @@ Status bulk_load(Warp& w, const Instruction& in) {
     }
     for (const Target& t : targets(w, to, bar, bytes, in.x[10], l, "bulk copy")) {
       const Clock clock = announce(w, t, {t.offset}, bytes, "a bulk copy");
-      w.cta->cluster->submit(w.cta->tma, kTma, 1u << l, [=, &w] {
+      w.cta->cluster->submit(t.cta->tma, kTma, 1u << l, [=, &w] {
         reduce(r, type, t.cta->shared.data() + t.offset, source, bytes);
         finish(w, t, clock, bytes);
       });
@@ -356,7 +356,7 @@ Status tma_load(Warp& w, const Instruction& in) {
     if (to % 128) fail("TMA load: destination %#llx isn't a multiple of 128", (unsigned long long)to);
     for (const Target& t : targets(w, to, bar, map.bytes(), in.x[9], l, "TMA load")) {
       const Clock clock = announce(w, t, chunks_of(map, t.offset), 16, "a TMA load");
-      w.cta->cluster->submit(w.cta->tma, kTma, 1u << l, [=, &w] {
+      w.cta->cluster->submit(t.cta->tma, kTma, 1u << l, [=, &w] {
         tensor_load(*w.cta->machine, map, at, t.cta->shared.data(), t.offset);
         finish(w, t, clock, map.bytes());
       });

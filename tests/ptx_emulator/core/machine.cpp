@@ -82,7 +82,7 @@ u32 special_value(const Warp& w, i32 kind, i64 value, u32 lane) {
     case kClusterRank:
       return c.rank;
     case kClusterSize:
-      return static_cast<u32>(c.cluster->ctas.size());
+      return s.cluster[0] * s.cluster[1] * s.cluster[2];
     case kSharedAddress:
       return (c.rank << kRankShift) + static_cast<u32>(value);
     case kTotalShared:
