@@ -224,12 +224,15 @@ def test_missing_compiler_is_said(monkeypatch, tmp_path, project):
         cuda_extension.compile_tree(project, tmp_path, "_m3_sparse_cuda_0000000", tmp_path / "work")
 
 
-def test_a_gpu_gets_its_own_session_on_the_cuda_variant(tmp_path):
+def test_the_cuda_variant_gets_sessions_of_its_own(tmp_path):
     import run_tests
 
-    [plain] = run_tests.sessions([], None)
+    [plain] = run_tests.sessions([], None, True)
     assert plain[-1].endswith("tests")
-    assert run_tests.sessions(["tests/test_ops.py"], tmp_path)[0][-1] == "tests/test_ops.py"
-    cpu, gpu = run_tests.sessions([], tmp_path)
-    assert cpu[cpu.index("--ignore") + 1] == gpu[3] == str(run_tests.ROOT / "tests" / "gpu")
+    assert run_tests.sessions(["tests/test_ops.py"], tmp_path, True) == [[*plain[:-1], "tests/test_ops.py"]]
+    cpu, emulated, gpu = run_tests.sessions([], tmp_path, True)
+    assert f"--ignore={run_tests.ROOT / 'tests' / 'gpu'}" in cpu and gpu[3] == str(run_tests.ROOT / "tests" / "gpu")
     assert gpu[-2:] == ["--variant", str(tmp_path)] and "-n" not in gpu
+    files = emulated[emulated.index(str(tmp_path)) + 1 :]
+    assert files and all(f"--ignore={file}" in cpu for file in files)
+    assert run_tests.sessions([], tmp_path, False) == [[x for x in cpu if not x.endswith("gpu")], emulated]

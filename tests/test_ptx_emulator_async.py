@@ -1,4 +1,4 @@
-"""The PTX emulator's bulk copies, clusters, proxies and wgmma on small programs written from the manual's definitions."""
+"""The PTX emulator's bulk copies, clusters, proxies and wgmma, on small programs after the manual's definitions."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ def run(body, params, policy, declared=None, block=32, grid=1, smem=8192, **opti
 
 
 BULK = """
-    ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; mov.b32 %r1, s; mov.u32 %r2, %tid.x; mov.b32 %r3, 1; mov.b32 %r4, 512;
+    ld.param.u64 %rd1, [p0]; ld.param.u64 %rd2, [p1]; mov.b32 %r1, s; mov.u32 %r2, %tid.x; mov.b32 %r3, 1;
+    mov.b32 %r4, 512;
     setp.ne.b32 %p1, %r2, 0; @%p1 bra WAIT;
     mbarrier.init.shared::cta.b64 [%r1], %r3; mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], %r4;
     cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+1024], [%rd1], %r4, [%r1];
@@ -188,7 +189,7 @@ def test_wgmma(policy, kind, a_mn, b_mn):
     for at, (matrix, mn) in ((0, (a, a_mn)), (16384, (b, b_mn))):
         raw = placed(matrix, mn)[:16384]
         memory[at : at + 16384] = raw
-    # Start (added by the program), leading dimension, stride between groups of 8 rows or k: 1024 bytes; swizzle 1: 128 B.
+    # The program adds the start; leading dimension, stride between groups of 8 rows or k, swizzle of 128 bytes.
     descriptor = 1 << 62 | (1024 >> 4) << 32 | (1024 >> 4) << 16
     out = torch.zeros(n // 2, 128)
     body = wgmma_program(kind, n, k, size, a_mn, b_mn).replace("DESCRIPTOR_A", str(descriptor))

@@ -3,8 +3,8 @@
     python tests/ptx_emulator/agreement.py record FILE --variant build/torch-stable-abi...    (no GPU needed)
     python tests/ptx_emulator/agreement.py compare FILE --variant build/torch-stable-abi...   (on a GPU)
 
-`record` runs the calls in the emulator and writes arguments and results; `compare` repeats them on the GPU and prints, for
-each kind of call and output, how many elements differ and by how many ulps at most. It fails if integers or stored
+`record` runs the calls in the emulator and writes arguments and results; `compare` repeats them on the GPU and prints,
+for each kind of call and output, how many elements differ and by how many ulps at most. It fails if integers or stored
 bytes differ, or floats by more than a program may owe to approximate instructions and to the order of sums inside a
 tensor core instruction (float.cpp, mma.cpp).
 """
@@ -104,7 +104,7 @@ def on_gpu(x):
 
 
 def difference(got, want):
-    """(elements that differ in bits, largest error in ulps of the row's largest value, or None for other than floats)."""
+    """(elements that differ in bits, largest error in ulps of the row's largest value or None if not a float)."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     differ = int((got.contiguous().view(integer) != want.contiguous().view(integer)).sum())
     if got.dtype not in ALLOWED_ULPS:
