@@ -82,12 +82,12 @@ def variant_folder():
 
 
 @pytest.fixture(scope="session")
-def emulation(tmp_path_factory):
+def emulation(tmp_path_factory, variant_folder):
     """The package's operators on the emulator; see ptx_emulator/session.py."""
     import m3_sparse
     from ptx_emulator.session import Emulation
 
-    made = Emulation(tmp_path_factory.mktemp("driver"), ROOT / "build" / "kernels")
+    made = Emulation(tmp_path_factory.mktemp("driver"), variant_folder.parent / "kernels")
     made.install(m3_sparse)
     return made
 

@@ -4,6 +4,7 @@ The library lies in build/ptx_emulator, named by a digest of its sources and the
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -70,7 +71,7 @@ def machine():
 
 
 def build():
-    """Path of the shared library; compiles what isn't there. Several processes may do so at once."""
+    """Path of the shared library; compiles what isn't there, in one of the processes that ask for it."""
     digest = hashlib.sha256(" ".join([compiler(), machine(), *FLAGS]).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -78,7 +79,10 @@ def build():
     if library.exists():
         return library
     BUILD.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=BUILD) as work:
+    with open(BUILD / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=BUILD) as work:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
 
         def compile_one(path):
             made = os.path.join(work, path.stem + ".o")
