@@ -98,9 +98,7 @@ def test_directed_rounding():
         assert compare(got, x + y).all() and (np.abs(got - (x + y)) <= np.spacing(np.abs(got).astype(np.float32))).all()
 
 
-@pytest.mark.parametrize(
-    "form, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)], ids=["bf16", "f16"]
-)
+@pytest.mark.parametrize("form, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)], ids=["bf16", "f16"])
 def test_conversion_to_16_bits(form, dtype):
     x = torch.cat([torch.randn(24) * 1e3, torch.tensor([0.0, -0.0, 1e-8, 65504.0, 65520.0, float("inf"), 1e30, -3e-5])])
     got = unary(f"cvt.rn.{form}.f32", x.numpy(), out=np.uint16)
@@ -210,7 +208,9 @@ def test_tensor_copies_swizzle_and_fill_with_zeros(policy, swizzle, row):
 
 def test_deadlock_names_what_is_missing():
     x, out = torch.zeros(12, 64, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.int16)
-    text = program(COPY.replace("BYTES", "1040").replace("ROW", "0"), ".param .align 64 .b8 p0[128], .param .u64 p1", SHARED)
+    text = program(
+        COPY.replace("BYTES", "1040").replace("ROW", "0"), ".param .align 64 .b8 p0[128], .param .u64 p1", SHARED
+    )
     with pytest.raises(DeadlockError, match=r"parity 0 of the mbarrier at shared \+0.*0 of 1 arrivals and 16 bytes"):
         launch(text, "k", 1, 64, 8192, [encode(x, (64, 8), 128), out], read_only=[x])
 
@@ -267,7 +267,9 @@ def test_bad_launches_are_refused():
         launch(text, "k", 3, 32, 0, [out], cluster=(2, 1, 1))
     with pytest.raises(ValueError, match="threads a CTA"):
         launch(text.replace(") {", ") .reqntid 64, 1, 1 {", 1), "k", 1, 32, 0, [out])
-    no_map = program(COPY.replace("BYTES", "1024").replace("ROW", "0"), ".param .align 64 .b8 p0[128], .param .u64 p1", SHARED)
+    no_map = program(
+        COPY.replace("BYTES", "1024").replace("ROW", "0"), ".param .align 64 .b8 p0[128], .param .u64 p1", SHARED
+    )
     with pytest.raises(EmulatorError, match="box row|no tensor map|coordinates|outside"):
         launch(no_map, "k", 1, 64, 8192, [bytes(128), torch.zeros(512, dtype=torch.int16)])
 

@@ -13,7 +13,16 @@ from .parser import Unsupported
 
 GUARD = r"(?:@!?[%\w$]+\s+)?"
 # Policies in the order in which they are tried.
-POLICIES = ("eager+race", "late+race", "random2+race", "random1+race", "late:wgmma", "late:tma", "late:tcgen05", "late:bulk store")
+POLICIES = (
+    "eager+race",
+    "late+race",
+    "random2+race",
+    "random1+race",
+    "late:wgmma",
+    "late:tma",
+    "late:tcgen05",
+    "late:bulk store",
+)
 
 
 @dataclass
@@ -32,7 +41,9 @@ def never_waits(match):
 
 
 def other_parity(match):
-    return f"{{ .reg .b32 flip; xor.b32 flip, {match[3]}, 1; {match[0].replace(match[3] + match[4], 'flip' + match[4])} }}"
+    return (
+        f"{{ .reg .b32 flip; xor.b32 flip, {match[3]}, 1; {match[0].replace(match[3] + match[4], 'flip' + match[4])} }}"
+    )
 
 
 def plus(amount):
