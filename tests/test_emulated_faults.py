@@ -1,6 +1,6 @@
-"""Broken programs must be noticed: faults of synchronisation and addressing, injected into the shipped programs.
+"""Broken programs must be noticed: faults of synchronisation and addressing, put into the shipped programs.
 
-Needs `--backend=emulated`. Which faults there are, and what notices them: ptx_emulator/faults.py and docs/ptx_emulator.md.
+Needs `--backend=emulated`. Which faults there are: ptx_emulator/faults.py; what noticed them: docs/ptx_emulator.md.
 """
 
 import cases

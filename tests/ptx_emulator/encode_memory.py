@@ -6,8 +6,10 @@ from .parser import SIZES, Unsupported
 # The order is that of Space in memory.h.
 SPACES = ("global", "shared", "shared::cluster", "local", "param", "generic")
 # Orderings and scopes: every access of this machine is atomic and visible at once.
-ORDERINGS = ("weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "nc", "mmio",
-             "ca", "cg", "cs", "lu", "cv", "wb", "wt")  # fmt: skip
+ORDERINGS = (
+    "weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "nc", "mmio", "ca",
+    "cg", "cs", "lu", "cv", "wb", "wt",
+)  # fmt: skip
 REGISTER_CODES = {16: 0, 32: 1, 64: 2}
 
 

@@ -1,7 +1,8 @@
 """`pytest --backend=emulated`: the public functions run the shipped programs in the emulator, on CPU tensors.
 
-The product is untouched: its launcher takes CPU tensors when the driver says that its memory is the host's, and here the
-driver is EmulatingDriver. Patched are only the package's idea of the CPU's architecture and the way to its operators.
+The product is untouched: its launcher takes CPU tensors when the driver says that its memory is the host's, and here
+the driver is EmulatingDriver. Patched are only the package's idea of the CPU's architecture and the way to its
+operators.
 """
 
 import contextlib
@@ -76,7 +77,7 @@ class Emulation:
     def unexecuted(self, kernel):
         """Blocks of a kernel's launched programs that never ran: {entry: [(first PTX line, its text)]}.
 
-        Not counted: the jump back to a wait on an mbarrier that hasn't come through, which only a wait that gave up takes.
+        Not counted: the jump back to an mbarrier wait, which is taken only if the wait gives up.
         """
         missing = {}
         for entry, program in self.driver.programs.items():

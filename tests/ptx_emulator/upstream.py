@@ -1,7 +1,7 @@
 """Witnesses: flash-attn-4's own kernels, compiled from the installed package, launched as its host code launches them.
 
-These are known to be right on hardware, so a reading of the instruction set that they contradict is wrong. Two kernels for
-SM90 and SM100 each: dense causal attention, and packed queries over a paged cache with 16 query heads a KV head.
+These are known to be right on hardware, so a reading of the instruction set that they contradict is wrong. Two kernels
+for SM90 and SM100 each: dense causal attention, and packed queries over a paged cache with 16 query heads a KV head.
 
     python upstream.py KIND ARCH OUT    compiles one (for a process of its own: the compiler fixes its target at import)
 """

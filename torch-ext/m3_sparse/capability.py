@@ -18,6 +18,7 @@ BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
 COMPILED = "compiled, not yet run on hardware"
+EMULATED = "compiled, emulated; not yet run on hardware"  # docs/ptx_emulator.md says what that proves
 MISSING = "not implemented"
 
 
@@ -73,7 +74,7 @@ _AOT = {
     "store_kv": _STORE,
     "merge_states": ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16"),
 }
-_ARCHITECTURES = {"sm_90": MEASURED, "sm_100": COMPILED, "sm_103": COMPILED}
+_ARCHITECTURES = {"sm_90": MEASURED, "sm_100": EMULATED, "sm_103": EMULATED}
 
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]

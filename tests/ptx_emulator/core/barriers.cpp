@@ -81,8 +81,8 @@ Status mbarrier_wait(Warp& w, const Instruction& in) {
       missing = l;
     }
   });
-  // Hardware's try_wait may give up at any time. Under random schedules it does: seldom with even seeds, nearly always with
-  // odd ones, so that whole groups of warps go the way of a failed peek.
+  // Hardware's try_wait may give up at any time. Under random schedules it does: seldom with even seeds, nearly always
+  // with odd ones, so that whole groups of warps go the way of a failed peek.
   const Machine& machine = *w.cta->machine;
   const bool impatient =
       w.timed_out || !(in.imm & 1) ||

@@ -86,7 +86,7 @@ struct Program {
   std::vector<i32> operands;
   std::vector<u8> image;  // register file of a new warp: immediates in place, everything else poison
   std::vector<Special> specials;
-  std::vector<u64> hits;  // of each basic block
+  std::vector<u64> hits;     // of each basic block
   std::set<i32> real_waits;  // lines of mbarrier waits that came through because a phase had completed
   u32 local_bytes = 0, shared_bytes = 0;
   std::vector<std::unique_ptr<u8[]>> spare;  // register files of warps that have ended, to be used again

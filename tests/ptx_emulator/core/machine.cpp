@@ -218,8 +218,8 @@ void Cta::complete_bytes(u32 address, i64 bytes) {
   settle(address, b);
 }
 
-// What still uses this CTA's shared memory when it may already belong to another one. Not cp.async, which hardware drains,
-// and not st.async, whose data come from registers.
+// What still uses this CTA's shared memory when it may already belong to another one. Not cp.async, which hardware
+// drains, and not st.async, whose data come from registers.
 void Cta::leave() {
   const auto check = [&](const auto& list) {
     for (const AsyncPtr& op : list)

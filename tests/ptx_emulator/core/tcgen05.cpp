@@ -1,7 +1,7 @@
 // tcgen05: tensor memory and its matrix multiplication (one CTA, dense, no block scales).
 //
-// Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. A warp reaches the 32 lanes of
-// its quarter, index % 4.
+// Tensor memory has 128 lanes of 512 columns of 32 bits; an address is lane << 16 | column. A warp reaches the 32 lanes
+// of its quarter, index % 4.
 #include "matrix.h"
 
 namespace ptxemu {
@@ -47,7 +47,8 @@ Status dealloc(Warp& w, const Instruction& in) {
   for (size_t i = 0; i < cta.tmem_allocations.size(); ++i)
     if (cta.tmem_allocations[i] == std::make_pair(at, n)) {
       for (const AsyncPtr& op : cta.tensor)
-        if (!op->done && op->lanes) cta.machine->report("tcgen05.dealloc with tensor core operations in flight (PTX line %d)", w.line);
+        if (!op->done && op->lanes)
+          cta.machine->report("tcgen05.dealloc with tensor core operations in flight (PTX line %d)", w.line);
       cta.tmem_allocations.erase(cta.tmem_allocations.begin() + static_cast<std::ptrdiff_t>(i));
       ++cta.machine->progress;
       return Status::kNext;
@@ -67,7 +68,9 @@ std::pair<u32, u32> quarter(Warp& w, const i32* x, u32 count, const char* what) 
   for (u32 l = 1; l < kLanes; ++l)
     if (w.mask >> l & 1 && a[l] != a[0]) fail("%s: the address differs between lanes", what);
   const u32 lane = static_cast<u32>(a[0]) >> 16, column = static_cast<u32>(a[0]) & 0xFFFF;
-  if (lane != 32 * (w.index % 4)) fail("%s: warp %u reaches lanes %u to %u only, not %u", what, w.index, 32 * (w.index % 4), 32 * (w.index % 4) + 31, lane);
+  if (lane != 32 * (w.index % 4))
+    fail("%s: warp %u reaches lanes %u to %u only, not %u", what, w.index, 32 * (w.index % 4), 32 * (w.index % 4) + 31,
+         lane);
   require_allocated(*w.cta, column, count, what);
   return {lane, column};
 }
@@ -120,10 +123,11 @@ Status store(Warp& w, const Instruction& in) {
   }
   Cta* cta = w.cta;
   ++cta->machine->progress;
-  cta->cluster->submit(w.tmem_stores, kTmemStore, w.mask, [cta, data = std::move(data), lane = lane, column = column, n] {
-    for (u32 l = 0; l < kLanes; ++l)
-      std::memcpy(&cta->tmem[(lane + l) * kColumns + column], &data[l * n], 4 * n);
-  });
+  cta->cluster->submit(w.tmem_stores, kTmemStore, w.mask,
+                       [cta, data = std::move(data), lane = lane, column = column, n] {
+                         for (u32 l = 0; l < kLanes; ++l)
+                           std::memcpy(&cta->tmem[(lane + l) * kColumns + column], &data[l * n], 4 * n);
+                       });
   return Status::kNext;
 }
 Status wait_store(Warp& w, const Instruction&) {
@@ -194,8 +198,8 @@ void run(Cta& cta, const Product& p) {
   ++cta.machine->spec->matrix_instructions;
 }
 
-// x: address of D, A (an address in tensor memory, or a row with a descriptor, then -, -), B's descriptor, the instruction
-// descriptor, enable-input-d. imm: bit 0 kind::f16, bit 1 A in tensor memory.
+// x: address of D, A (an address in tensor memory, or a row with a descriptor, then -, -), B's descriptor, the
+// instruction descriptor, enable-input-d. imm: bit 0 kind::f16, bit 1 A in tensor memory.
 Status mma(Warp& w, const Instruction& in) {
   Cta& cta = *w.cta;
   Race* race = detector(w);

@@ -1,9 +1,10 @@
 // The tensor map. recording_driver.c's cuTensorMapEncodeTiled leaves its arguments in the 128 bytes: base, 4 strides in
-// bytes (64 bits each); 5 extents, 5 box sizes, type, rank, swizzle, promotion (32 bits each). The hardware's own layout is
-// taken too; it has zeros where the rank stands. It was found by experiment (CuTe-DSL's host code writes it inline, and an
-// H200's encode call gives the same): words 0-1 base; word 2: bits 4-6 rank - 1, 7-10 type, 11-12 interleaving, 13-14
-// swizzle; words 3-6 strides / 16 of dimensions 1 on, word 7 their upper 4 bits each; words 8-12 extents - 1; word 13: bits
-// 24-31 box of dimension 0 - 1, 0-14 element strides - 1; word 14 the other boxes - 1. Out of bounds is zero.
+// bytes (64 bits each); 5 extents, 5 box sizes, type, rank, swizzle, promotion (32 bits each). The hardware's own
+// layout is taken too; it has zeros where the rank stands. It was found by experiment (CuTe-DSL's host code writes it
+// inline, and an H200's encode call gives the same): words 0-1 base; word 2: bits 4-6 rank - 1, 7-10 type, 11-12
+// interleaving, 13-14 swizzle; words 3-6 strides / 16 of dimensions 1 on, word 7 their upper 4 bits each; words 8-12
+// extents - 1; word 13: bits 24-31 box of dimension 0 - 1, 0-14 element strides - 1; word 14 the other boxes - 1. Out
+// of bounds is zero.
 #pragma once
 
 #include "core.h"
