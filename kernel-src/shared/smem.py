@@ -47,6 +47,16 @@ def store_f32_if(a, x, ok):
     asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "", "rfr", [a, x, ok])
 
 
+def store_i32_if(a, x, ok):
+    """Where `ok` (Int32) is not 0."""
+    asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.b32 [$0], $1; }", "", "rrr", [a, x, ok])
+
+
+def or_i32_if(a, bits, ok):
+    """Atomic, where `ok` is not 0."""
+    asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.shared.or.b32 [$0], $1; }", "", "rrr", [a, bits, ok])
+
+
 def store_i32x2(a, x, y):
     asm("st.shared.v2.b32 [$0], {$1, $2};", "", "rrr", [a, x, y])
 
