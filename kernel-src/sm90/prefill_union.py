@@ -44,7 +44,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, ptx, smem, softmax
+from shared import hopper, mma, ptx, smem, softmax
 from shared.program import Program
 
 GROUP, TOKENS, DIM, BLOCK = 16, 8, 128, 128
@@ -53,30 +53,48 @@ TILE = BLOCK * DIM * 2  # bytes of K or V of a block
 HALF = TILE // 2  # 64 columns
 LIST_ENTRIES = 128  # 4 tokens x 32
 RECORD = 64
-K_WARP, V_WARP, LIST_WARP, Q_WARP = range(4)
+LIST_READERS = 4 * CONSUMERS + 3  # warps that read what is published
+RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
 # Words of a record in shared memory.
 COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
-# Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look at the ends << 14 | block << 16
+# Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
 EDGE_BITS = 7 << 12
 
 
 class PrefillUnion:
     """One variant: KV dtype."""
 
-    def __init__(self, kv_dtype, stages=3):
-        self.dtype, self.stages = kv_dtype, stages
+    def __init__(self, kv_dtype):
+        self.dtype = kv_dtype
+        self.fp8 = kv_dtype in ("e4m3", "e5m2")
+        self.mma_dtype = "bf16" if kv_dtype == "bf16" else "f16"
+        self.stages = 2 if self.fp8 else 3
         self.threads = 128 * (1 + CONSUMERS)
+        # What the loaders and the consumers get of 168 registers a thread: 24 + 2 * 240 or 40 + 2 * 232 is all of them.
+        self.registers = (40, 232) if self.fp8 else (24, 240)
         self.q_at = 0
         self.k_at = TILE
-        self.v_at = self.k_at + stages * TILE
-        self.lists_at = self.v_at + stages * TILE
-        self.records_at = self.lists_at + 2 * CONSUMERS * LIST_ENTRIES * 4
+        self.v_at = self.k_at + self.stages * TILE
+        at = self.v_at + self.stages * TILE
+        self.raw_at = {"k": at, "v": at + RAW_STAGES * RAW_TILE}
+        if self.fp8:
+            at += 2 * RAW_STAGES * RAW_TILE
+        self.lists_at = at
+        self.records_at = at + 2 * CONSUMERS * LIST_ENTRIES * 4
         at = self.records_at + 2 * RECORD
-        names = {"q_full": 1, "q_empty": 1, "edge": 1, "list_full": 2, "list_empty": 2}
-        names.update({name: stages for name in ("k_full", "k_empty", "v_full", "v_empty")})
-        self.barriers = {}
-        for name, count in names.items():
+        # Mbarriers: name -> (how many, arrivals of a phase)
+        names = {"q_full": (1, 1), "q_empty": (1, 4 * CONSUMERS), "list_full": (2, 1), "list_empty": (2, LIST_READERS)}
+        for operand in "kv":
+            names[operand + "_full"] = self.stages, 1
+            names[operand + "_empty"] = self.stages, 4 * CONSUMERS
+            if self.fp8:
+                names[operand + "_raw_full"] = names[operand + "_raw_empty"] = RAW_STAGES, 1
+        if not self.fp8:
+            names["edge"] = 1, 1
+        self.barriers, self.arrivals = {}, {}
+        for name, (count, arrivals) in names.items():
             self.barriers[name] = at
+            self.arrivals.update({at + 8 * i: arrivals for i in range(count)})
             at += 8 * count
         self.dynamic_smem = at
         assert self.dynamic_smem <= 232448
@@ -101,6 +119,17 @@ class PrefillUnion:
         stage, _ = self.ring_of(position)
         hopper.mbarrier_arrive_if(base + self.barriers[name] + stage * 8, Int32(lane == 0))
 
+    # ---- published tiles
+
+    def next_count(self, base, buffer, turn):
+        """Blocks of the next tile; negative: there is none."""
+        smem.mbarrier_wait(base + self.barriers["list_full"] + buffer * 8, turn)
+        return smem.load_i32(base + self.records_at + buffer * RECORD)
+
+    def record_read(self, base, buffer, lane):
+        ptx.warp_barrier()
+        hopper.mbarrier_arrive_if(base + self.barriers["list_empty"] + buffer * 8, Int32(lane == 0))
+
     # ---- loaders
 
     @cute.jit
@@ -121,14 +150,12 @@ class PrefillUnion:
         target = base + (self.v_at if is_v else self.k_at)
         stage, parity, edges = Int32(0), Int32(1), Int32(0)
         buffer, turn = Int32(0), Int32(0)
-        smem.mbarrier_wait(base + self.barriers["list_full"], 0)
-        count = smem.load_i32(base + self.records_at)
+        count = self.next_count(base, buffer, turn)
         while count >= 0:
             record = base + self.records_at + buffer * RECORD
             head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
             tail = smem.load_i32(record + 4 * TAIL)
-            ptx.warp_barrier()
-            hopper.mbarrier_arrive_if(base + self.barriers["list_empty"] + buffer * 8, Int32(lane == 0))
+            self.record_read(base, buffer, lane)
             wide = 7 - page_bits
             row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
             page_a, page_b = self.load_pages(row, lane, count, wide)
@@ -155,8 +182,7 @@ class PrefillUnion:
                 page_a, page_b = next_a, next_b
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
-            smem.mbarrier_wait(base + self.barriers["list_full"] + buffer * 8, turn)
-            count = smem.load_i32(base + self.records_at + buffer * RECORD)
+            count = self.next_count(base, buffer, turn)
 
     def load_pages(self, row, at, count, wide):
         """Pages of entry `at`: of the whole block, or of its halves."""
@@ -187,26 +213,147 @@ class PrefillUnion:
     @cute.jit
     def load_queries(self, base: Int32, tensor_map: Int64, lane: Int32):
         buffer, turn, parity = Int32(0), Int32(0), Int32(1)
-        smem.mbarrier_wait(base + self.barriers["list_full"], 0)
-        count = smem.load_i32(base + self.records_at)
+        count = self.next_count(base, buffer, turn)
         while count >= 0:
             record = base + self.records_at + buffer * RECORD
             head, token = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * FIRST)
-            ptx.warp_barrier()
-            hopper.mbarrier_arrive_if(base + self.barriers["list_empty"] + buffer * 8, Int32(lane == 0))
+            self.record_read(base, buffer, lane)
             if count > 0:
                 smem.mbarrier_wait(base + self.barriers["q_empty"], parity)
                 parity = parity ^ 1
                 if lane == 0:
-                    full = base + self.barriers["q_full"]
-                    smem.mbarrier_expect(full, TILE)
-                    for half in cutlass.range_constexpr(2):
-                        at = base + self.q_at + half * HALF
-                        hopper.tma_load(at, tensor_map, [Int32(64 * half), head * GROUP, token], full)
+                    self.copy_queries(base, tensor_map, head, token)
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
-            smem.mbarrier_wait(base + self.barriers["list_full"] + buffer * 8, turn)
-            count = smem.load_i32(base + self.records_at + buffer * RECORD)
+            count = self.next_count(base, buffer, turn)
+
+    def copy_queries(self, base, tensor_map, head, token):
+        full = base + self.barriers["q_full"]
+        smem.mbarrier_expect(full, TILE)
+        for half in range(2):
+            at = base + self.q_at + half * HALF
+            hopper.tma_load(at, tensor_map, [Int32(64 * half), head * GROUP, token], full)
+
+    # ---- loaders of a float8 cache
+
+    @cute.jit
+    def issue_copies(
+        self,
+        base: Int32,
+        q_map: Int64,
+        k_map: Int64,
+        v_map: Int64,
+        pages: Int64,
+        slots: Int32,
+        capacity: Int32,
+        page_bits: Int32,
+        lane: Int32,
+    ):
+        """One warp for all copies. Those of Q wait for the end of the tile before, so two blocks go ahead of them."""
+        buffer, turn, q_parity = Int32(0), Int32(0), Int32(1)
+        stage, parity = Int32(0), Int32(1)
+        wide = 7 - page_bits
+        count = self.next_count(base, buffer, turn)
+        while count >= 0:
+            record = base + self.records_at + buffer * RECORD
+            head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
+            token = smem.load_i32(record + 4 * FIRST)
+            self.record_read(base, buffer, lane)
+            row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
+            page_a, page_b = self.load_pages(row, lane, count, wide)
+            for first in cutlass.range(0, count, 32, unroll=1):
+                next_a, next_b = self.load_pages(row, first + 32 + lane, count, wide)
+                for i in cutlass.range(ptx.minimum_i32(count - first, Int32(32)), unroll=1):
+                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
+                    for operand in cutlass.range_constexpr(2):
+                        name, tensor_map = ("k", "v")[operand], (k_map, v_map)[operand]
+                        smem.mbarrier_wait(base + self.barriers[name + "_raw_empty"] + stage * 8, parity)
+                        there = base + self.raw_at[name] + stage * RAW_TILE
+                        if lane == 0:
+                            self.copy_raw(there, tensor_map, head, a, b, wide, name, base, stage)
+                    stage = stage + 1
+                    if stage == RAW_STAGES:
+                        stage, parity = Int32(0), parity ^ 1
+                    if first + i == ptx.minimum_i32(count, Int32(2)) - 1:
+                        smem.mbarrier_wait(base + self.barriers["q_empty"], q_parity)
+                        q_parity = q_parity ^ 1
+                        if lane == 0:
+                            self.copy_queries(base, q_map, head, token)
+                page_a, page_b = next_a, next_b
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            count = self.next_count(base, buffer, turn)
+
+    def copy_raw(self, there, tensor_map, head, a, b, wide, name, base, stage):
+        bar = base + self.barriers[name + "_raw_full"] + stage * 8
+        self.copy_box(there, tensor_map, head, a, bar, RAW_TILE)
+        self.copy_second_box(there + RAW_TILE // 2, tensor_map, head, b, bar, wide)
+
+    def copy_box(self, there, tensor_map, head, page, bar, size):
+        smem.mbarrier_expect(bar, size)
+        hopper.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
+
+    @cute.jit
+    def copy_second_box(self, there: Int32, tensor_map: Int64, head: Int32, page: Int32, bar: Int32, wide: Int32):
+        if wide != 0:
+            hopper.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
+
+    @cute.jit
+    def widen_blocks(self, is_v: cutlass.Constexpr, base: Int32, lane: Int32):
+        """Warp of K or of V: every block, float8 to fp16 in the layout of a 16-bit tensor map."""
+        name = "v" if is_v else "k"
+        buffer, turn = Int32(0), Int32(0)
+        stage, parity, raw, raw_parity = Int32(0), Int32(1), Int32(0), Int32(0)
+        # Lanes 8 i .. 8 i + 7 take halves of two rows each, so that neither loads nor stores meet a bank twice.
+        row, low = lane >> 2, lane & 3
+        chunk = low | ((row & 1) << 2)
+        source = row * 128 + ((chunk ^ row) << 4)
+        target = (row & 1) * HALF + row * 128 + (((low << 1) ^ row) << 4)
+        count = self.next_count(base, buffer, turn)
+        while count >= 0:
+            tail = smem.load_i32(base + self.records_at + buffer * RECORD + 4 * TAIL)
+            self.record_read(base, buffer, lane)
+            for i in cutlass.range(count, unroll=1):
+                smem.mbarrier_wait(base + self.barriers[name + "_raw_full"] + raw * 8, raw_parity)
+                smem.mbarrier_wait(base + self.barriers[name + "_empty"] + stage * 8, parity)
+                come = base + self.raw_at[name] + raw * RAW_TILE + source
+                go = base + (self.v_at if is_v else self.k_at) + stage * TILE + target
+                rows = Int32(BLOCK)
+                if cutlass.const_expr(is_v):
+                    rows = ptx.select(i + 1 == count, tail, rows)
+                if rows == BLOCK:
+                    for part in cutlass.range(8, unroll=1):
+                        self.widen_rows(come + part * 2048, go + part * 2048, row)
+                else:
+                    for part in cutlass.range(8, unroll=1):
+                        self.widen_rows(come + part * 2048, go + part * 2048, row, rows - part * 16)
+                hopper.fence_async()
+                ptx.warp_barrier()
+                hopper.mbarrier_arrive_if(base + self.barriers[name + "_full"] + stage * 8, Int32(lane == 0))
+                hopper.mbarrier_arrive_if(base + self.barriers[name + "_raw_empty"] + raw * 8, Int32(lane == 0))
+                stage = stage + 1
+                if stage == self.stages:
+                    stage, parity = Int32(0), parity ^ 1
+                raw = raw + 1
+                if raw == RAW_STAGES:
+                    raw, raw_parity = Int32(0), raw_parity ^ 1
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            count = self.next_count(base, buffer, turn)
+
+    def widen_rows(self, come, go, row, left=None):
+        """16 rows; zeros from row `left` on."""
+        other = ptx.select((row & 1) != 0, Int32(-HALF), Int32(HALF))
+        widen = mma.widen_e4m3 if self.dtype == "e4m3" else mma.widen_e5m2
+        places = [(i, part) for i in range(2) for part in range(2)]
+        words = [smem.load_i32x4((come ^ (64 * part)) + i * 1024) for i, part in places]
+        for (i, part), chunk in zip(places, words):
+            if left is not None:
+                chunk = [ptx.select(left > row + 8 * i, w, Int32(0)) for w in chunk]
+            wide = [x for w in chunk for x in widen(w)]
+            there = go + i * 1024 + (other if part else 0)
+            smem.store_i32x4(there, wide[:4])
+            smem.store_i32x4(there ^ 16, wide[4:])
 
     @cute.jit
     def publish_lists(
@@ -265,7 +412,8 @@ class PrefillUnion:
                         bad = ptx.select(page_a < 0, Int32(1 << 12), Int32(0))
                         bad = bad | ptx.select(page_b < 0, Int32(1 << 13), Int32(0))
                     block = word & 0xFFFF
-                    edge = ptx.select((block << 7) + BLOCK > sees, Int32(1 << 14), Int32(0))
+                    special = ((block << 7) + BLOCK > sees) | (scale < Float32(0.0))
+                    edge = ptx.select(special, Int32(1 << 14), Int32(0))
                     entry = at | bad | edge | (block << 16)
                     if at + 1 == count:
                         tail = ptx.minimum_i32(length - (block << 7), Int32(BLOCK))
@@ -276,7 +424,7 @@ class PrefillUnion:
                 if lane == 0:
                     there = base + self.records_at + buffer * RECORD
                     smem.store_i32x4(there, [count, count_a, count_b, first])
-                    smem.store_i32x4(there + 16, [tile_tokens, end, length, ptx.f32_bits(scale)])
+                    smem.store_i32x4(there + 16, [tile_tokens, sees, length, ptx.f32_bits(scale)])
                     smem.store_i32x4(there + 32, [ptx.f32_bits(scale_v), tail, head, slot])
                 ptx.warp_barrier()
                 hopper.mbarrier_arrive_if(base + self.barriers["list_full"] + buffer * 8, Int32(lane == 0))
@@ -314,10 +462,6 @@ class PrefillUnion:
             offset = (step & 3) * 2 + (step >> 2) * (HALF >> 4)
             hopper.wgmma_ss(S, q + Int64(offset), k + Int64(offset), step > 0, self.mma_dtype)
         hopper.commit()
-
-    @property
-    def mma_dtype(self):
-        return "bf16" if self.dtype == "bf16" else "f16"
 
     def values(self, base, O, P, position):
         stage, _ = self.ring_of(position)
@@ -357,18 +501,18 @@ class PrefillUnion:
         S: cute.Tensor,
         state: cute.Tensor,
         entry: Int32,
-        sees: Int32,
+        record: Int32,
         token: Int32,
         lane: Int32,
     ):
         """S -> P, not normalised. state: m of rows g, g + 8 (log2 units), this lane's l, the last factors, the scales."""
-        if (entry >> (8 + token)) & 1 == 0:
+        if (entry >> (8 + (token & 3))) & 1 == 0:
             state[4], state[5] = Float32(1.0), Float32(1.0)
             for i in cutlass.range_constexpr(64):
                 S[i] = Float32(0.0)
         else:
-            if (entry & EDGE_BITS) | ptx.f32_bits(state[8]) != 0:
-                self.mask(S, entry, sees, lane, state[8])
+            if entry & EDGE_BITS != 0:
+                self.mask(S, entry, record, token, lane)
             for h in cutlass.range_constexpr(2):
                 scale = state[6 + h]
                 top = [S[4 * i + 2 * h + c] for i in range(16) for c in range(2)]
@@ -380,13 +524,14 @@ class PrefillUnion:
                 for i in cutlass.range_constexpr(32):
                     S[4 * (i // 2) + 2 * h + i % 2] = p[i]
 
-    def mask(self, S, entry, sees, lane, flip):
-        """-inf outside [low, high); `flip` -0.0 turns the logits (a negative scale)."""
-        low = ptx.select((entry & (1 << 12)) != 0, Int32(64), Int32(0))
-        high = sees - (((entry >> 16) & 0xFFFF) << 7)
+    def mask(self, S, entry, record, token, lane):
+        """-inf outside what the token sees; a negative scale turns the logits."""
+        end, length = smem.load_i32(record + 4 * END), smem.load_i32(record + 4 * LENGTH)
+        sign = ptx.select(smem.load_f32(record + 4 * SCALE) < Float32(0.0), Float32(-1.0), Float32(1.0))
+        high = ptx.clamp(end + token, Int32(0), length) - (((entry >> 16) & 0xFFFF) << 7)
         high = ptx.select((entry & (1 << 13)) != 0, ptx.minimum_i32(high, Int32(64)), high)
+        low = ptx.select((entry & (1 << 12)) != 0, Int32(64), Int32(0))
         column = (lane & 3) * 2
-        sign = ptx.f32_from_bits(ptx.f32_bits(flip) | Int32(0x3F800000))
         for i in range(64):
             at = column + (i >> 2) * 8 + (i & 1)
             S[i] = ptx.select((at >= low) & (at < high), ptx.multiply(S[i], sign), Float32(softmax.NEG_INF))
@@ -412,8 +557,8 @@ class PrefillUnion:
         O: cute.Tensor,
         P: cute.Tensor,
         state: cute.Tensor,
-        sees: Int32,
-        token: Int32,
+        record: Int32,
+        token: Int32,  # of the tile
         lane: Int32,
     ):
         """All of the warpgroup's blocks of a tile; returns the position behind the last one."""
@@ -421,7 +566,7 @@ class PrefillUnion:
         at = start + (entry & 255)
         self.pass_on(("k", "v"), base, start, at, lane)
         self.scores_alone(base, S, q, at, lane)
-        self.softmax(S, state, entry, sees, token, lane)
+        self.softmax(S, state, entry, record, token, lane)
         self.pack(S, P)
         for k in cutlass.range(1, count, unroll=1):
             entry = smem.load_i32(list_at + k * 4)
@@ -430,7 +575,7 @@ class PrefillUnion:
                 self.values_alone(base, O, P, at, lane)
                 self.pass_on(("k", "v"), base, at + 1, following, lane)
                 self.scores_alone(base, S, q, following, lane)
-                self.softmax(S, state, entry, sees, token, lane)
+                self.softmax(S, state, entry, record, token, lane)
             else:
                 self.pass_on(("k",), base, at + 1, following, lane)
                 self.wait_full(base, "k_full", following)
@@ -440,7 +585,7 @@ class PrefillUnion:
                 self.values(base, O, P, at)
                 hopper.wait(1, S)
                 self.release(base, "k_empty", following, lane)
-                self.softmax(S, state, entry, sees, token, lane)
+                self.softmax(S, state, entry, record, token, lane)
                 hopper.wait(0, O)
                 self.release(base, "v_empty", at, lane)
                 self.pass_on(("v",), base, at + 1, following, lane)
@@ -461,7 +606,6 @@ class PrefillUnion:
         out_head: Int64,
         lse_token: Int64,
         lse_head: Int64,
-        causal: Int32,
         bf16_query: Int32,
         group: Int32,
         warp: Int32,
@@ -470,42 +614,60 @@ class PrefillUnion:
         S = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         P = cute.make_rmem_tensor(cute.make_layout(32), Int32)
-        state = cute.make_rmem_tensor(cute.make_layout(9), Float32)
+        state = cute.make_rmem_tensor(cute.make_layout(8), Float32)
         q = hopper.descriptor(base + self.q_at + group * (HALF // 2))
         buffer, turn, q_parity, start = Int32(0), Int32(0), Int32(0), Int32(0)
-        smem.mbarrier_wait(base + self.barriers["list_full"], 0)
-        total = smem.load_i32(base + self.records_at)
+        total = self.next_count(base, buffer, turn)
         while total >= 0:
             record = base + self.records_at + buffer * RECORD
             count = smem.load_i32(record + 4 * COUNT_A + 4 * group)
             first = smem.load_i32(record + 4 * FIRST)
-            tile_tokens, end, length = [smem.load_i32(record + 4 * w) for w in (TILE_TOKENS, END, LENGTH)]
+            tile_tokens = smem.load_i32(record + 4 * TILE_TOKENS)
             scale, v_scale = smem.load_f32(record + 4 * SCALE), smem.load_f32(record + 4 * V_SCALE)
             head = smem.load_i32(record + 4 * HEAD)
             token = group * 4 + warp
-            sees = ptx.select(causal != 0, ptx.clamp(end + token, Int32(0), length), length)
             self.begin(O, state, scale)
             if total > 0:
                 smem.mbarrier_wait(base + self.barriers["q_full"], q_parity)
                 q_parity = q_parity ^ 1
+                if cutlass.const_expr(self.fp8):
+                    if bf16_query != 0:
+                        self.widen_query(base + self.q_at + token * GROUP * 128, state, lane)
+                        hopper.named_barrier(group + 1, 128)
                 behind = start
                 if count > 0:
                     list_at = base + self.lists_at + (buffer * 2 + group) * (LIST_ENTRIES * 4)
-                    behind = self.walk(base, list_at, count, start, q, S, O, P, state, sees, warp, lane)
+                    behind = self.walk(base, list_at, count, start, q, S, O, P, state, record, token, lane)
                 else:
                     hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
                 self.pass_on(("k", "v"), base, behind, start + total, lane)
                 start = self.folded(start + total)
-            ptx.warp_barrier()
-            hopper.mbarrier_arrive_if(base + self.barriers["list_empty"] + buffer * 8, Int32(lane == 0))
+            self.record_read(base, buffer, lane)
             if token < tile_tokens:
                 row = out + Int64(first + token) * out_token + Int64(head * GROUP + (lane >> 2)) * out_head
                 lse_row = lse + Int64(first + token) * lse_token + Int64(head * GROUP + (lane >> 2)) * lse_head
                 self.write(row, out_head, lse, lse_row, lse_head, O, state, v_scale, bf16_query, lane)
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
-            smem.mbarrier_wait(base + self.barriers["list_full"] + buffer * 8, turn)
-            total = smem.load_i32(base + self.records_at + buffer * RECORD)
+            total = self.next_count(base, buffer, turn)
+
+    @cute.jit
+    def widen_query(self, at: Int32, state: cute.Tensor, lane: Int32):
+        """The warp's 16 rows of bf16 become fp16, each times a power of two; the scales of the logits make up for it."""
+        for h in cutlass.range_constexpr(2):
+            row = at + ((lane >> 2) + 8 * h) * 128 + (lane & 3) * 16 + (lane & 4) * 16
+            places = [(row ^ (64 * part)) + half * HALF for half in range(2) for part in range(2)]
+            loaded = [w for place in places for w in smem.load_i32x4(place)]
+            pairs = [ptx.unpack_bf16(w) for w in loaded]
+            top = softmax.row_maximum([ptx.absolute(x) for pair in pairs for x in pair])
+            exponent = ptx.maximum_i32(ptx.f32_bits(top) >> 23, Int32(15))  # biased
+            shrink = ptx.f32_from_bits((268 - exponent) << 23)
+            grow = ptx.f32_from_bits((exponent - 14) << 23)
+            scaled = [ptx.pack_fp16(a * shrink, b * shrink) for a, b in pairs]
+            for i in cutlass.range_constexpr(4):
+                smem.store_i32x4(places[i], scaled[4 * i : 4 * i + 4])
+            state[6 + h] = ptx.maximum(state[6 + h] * grow, Float32(softmax.SMALLEST))
+        hopper.fence_async()
 
     def begin(self, O, state, scale):
         to_log2 = scale * Float32(softmax.LOG2_E)
@@ -513,7 +675,6 @@ class PrefillUnion:
         for i in range(2):
             state[i], state[2 + i] = Float32(softmax.EMPTY), Float32(0.0)
             state[4 + i], state[6 + i] = Float32(1.0), size
-        state[8] = ptx.f32_from_bits(ptx.f32_bits(to_log2) & Int32(-(2**31)))
         for i in range(64):
             O[i] = Float32(0.0)
 
@@ -598,49 +759,36 @@ class PrefillUnion:
         ptx.barrier()
         ptx.wait_for_previous_kernel()
         if warp < LOADER_WARPS:
-            hopper.give_registers(24)
-            if warp == K_WARP:
-                self.load_blocks(False, base, hopper.map_address(k_map), pages, slots, capacity, page_bits, lane)
-            if warp == V_WARP:
-                self.load_blocks(True, base, hopper.map_address(v_map), pages, slots, capacity, page_bits, lane)
-            if warp == Q_WARP:
-                self.load_queries(base, hopper.map_address(q_map), lane)
-            if warp == LIST_WARP:
-                self.publish_lists(
-                    base,
-                    tiles,
-                    counts,
-                    words,
-                    pages,
-                    choice,
-                    k_scale,
-                    v_scale,
-                    k_scale_head,
-                    v_scale_head,
-                    slots,
-                    heads,
-                    requests,
-                    page_bits,
-                    capacity,
-                    causal,
-                    softmax_scale,
-                    cta,
-                    ctas,
-                    lane,
-                )
+            hopper.give_registers(self.registers[0])
+            where = (pages, slots, capacity, page_bits)
+            q_at, k_at, v_at = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
+            if cutlass.const_expr(self.fp8):
+                if warp == 0:
+                    self.issue_copies(base, q_at, k_at, v_at, *where, lane)
+                if warp == 1:
+                    self.widen_blocks(False, base, lane)
+                if warp == 3:
+                    self.widen_blocks(True, base, lane)
+            else:
+                if warp == 0:
+                    self.load_blocks(False, base, k_at, *where, lane)
+                if warp == 1:
+                    self.load_blocks(True, base, v_at, *where, lane)
+                if warp == 3:
+                    self.load_queries(base, q_at, lane)
+            if warp == 2:
+                sources = (tiles, counts, words, pages, choice, k_scale, v_scale, k_scale_head, v_scale_head)
+                shape = (slots, heads, requests, page_bits, capacity, causal, softmax_scale)
+                self.publish_lists(base, *sources, *shape, cta, ctas, lane)
         else:
-            hopper.take_registers(240)
+            hopper.take_registers(self.registers[1])
             group = (warp >> 2) - 1
             strides = (out_token, out_head, lse_token, lse_head)
-            self.consume(base, out, lse, *strides, causal, bf16_query, group, warp & 3, lane)
+            self.consume(base, out, lse, *strides, bf16_query, group, warp & 3, lane)
 
     def init_barriers(self, base):
-        consumers = 4 * CONSUMERS
-        arrivals = {"q_empty": consumers, "k_empty": consumers, "v_empty": consumers, "list_empty": consumers + 3}
-        counts = {"list_full": 2, "list_empty": 2, "q_full": 1, "q_empty": 1, "edge": 1}
-        for name, at in self.barriers.items():
-            for i in range(counts.get(name, self.stages)):
-                smem.mbarrier_init(base + at + 8 * i, arrivals.get(name, 1))
+        for at, arrivals in self.arrivals.items():
+            smem.mbarrier_init(base + at, arrivals)
 
     @cute.jit
     def entry(
@@ -709,4 +857,4 @@ class PrefillUnion:
 
 def programs():
     example = [Int64(16)] * 15 + [Int32(1)] * 7 + [Float32(1.0)]
-    return [Program(f"prefill_union_{dtype}", PrefillUnion(dtype), example) for dtype in ("bf16", "f16")]
+    return [Program(f"prefill_union_{dtype}", PrefillUnion(dtype), example) for dtype in ("bf16", "f16", "e4m3", "e5m2")]
