@@ -13,7 +13,9 @@
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
+#include "launch/prefill.h"
 #include "launch/prefill_kv_stationary.h"
+#include "launch/prefill_union.h"
 #include "launch/store.h"
 #include "launch/topk.h"
 #include "registration.h"
@@ -256,7 +258,7 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
 void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
                           Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k,
                           double softmax_scale, bool causal, std::optional<Tensor> k_scale,
-                          std::optional<Tensor> v_scale, std::int64_t splits, bool overlap) {
+                          std::optional<Tensor> v_scale, std::int64_t splits, bool overlap, std::int64_t formulation) {
   const m3_sparse::DecodeArguments a{out,         lse,          q,         k_cache, v_cache, block_indices,
                                      block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale,
                                      causal};
@@ -264,7 +266,36 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
   STD_TORCH_CHECK(
       splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
       "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
-  if (!all_rows_empty(a)) m3_sparse::decode(a, static_cast<int>(splits), overlap);
+  STD_TORCH_CHECK(
+      formulation >= 0 && formulation <= 4,
+      "formulation: expected 0 (chosen by shape), 1 (union tiles), 2 (KV-stationary), 3 (decode) or 4 (1 or 2 "
+      "for each sequence)");
+  if (all_rows_empty(a)) return;
+  // A number of splits is one of the decode kernel.
+  const auto wanted = splits == 0 ? static_cast<m3_sparse::Formulation>(formulation) : m3_sparse::Formulation::decode;
+  m3_sparse::attention(a, m3_sparse::plan_attention(a, wanted), static_cast<int>(splits), overlap);
+}
+
+std::int64_t aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table,
+                                Tensor cu_seqlens_q, Tensor seqused_k, bool causal, std::int64_t formulation) {
+  const std::optional<Tensor> none;
+  const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, v_cache, block_indices, block_table, cu_seqlens_q,
+                                     seqused_k, none, none, 1.0,     causal};
+  check_attention(a);
+  STD_TORCH_CHECK(formulation >= 0 && formulation <= 4, "formulation: expected 0 to 4");
+  return static_cast<std::int64_t>(m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation)));
+}
+
+Tensor aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
+                       Tensor seqused_k, bool causal, double threshold) {
+  const std::optional<Tensor> none;
+  const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, k_cache, block_indices, block_table, cu_seqlens_q,
+                                     seqused_k, none, none, 1.0,     causal};
+  check_attention(a);
+  const char* refusal = m3_sparse::union_refuses(a);
+  STD_TORCH_CHECK(refusal == nullptr, refusal ? refusal : "");
+  STD_TORCH_CHECK(seqused_k.size(0) >= 1, "seqused_k: expected at least one sequence");
+  return m3_sparse::union_lists(a, true, threshold).memory;
 }
 
 void aot_sparse_attention_kv_stationary(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
@@ -326,12 +357,21 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "aot_select_blocks(Tensor(a!) out, Tensor(b!)? scores, Tensor index_q, Tensor index_k_cache, Tensor block_table, "
       "Tensor cu_seqlens_q, Tensor seqused_k, int local_blocks, int init_blocks) -> ()");
-  // For measurements: `splits` forces the number of CTAs of a row (the result has the same bits for each), `overlap`
-  // false keeps the launch from starting before the kernel ahead of it has ended.
+  // `formulation` as in launch/prefill.h. For measurements: `splits` forces the decode kernel and its number of CTAs of
+  // a row (the result has the same bits for each), `overlap` false keeps that launch from starting before the kernel
+  // ahead of it has ended.
   ops.def(
       "aot_sparse_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
       "block_indices, Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, "
-      "Tensor? k_scale, Tensor? v_scale, int splits=0, bool overlap=True) -> ()");
+      "Tensor? k_scale, Tensor? v_scale, int splits=0, bool overlap=True, int formulation=0) -> ()");
+  // The formulation that such a call takes, as a number of launch/prefill.h; an error if a forced one cannot take it.
+  ops.def(
+      "aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table, Tensor "
+      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> int");
+  // The lists of the union tiles as they lie in memory (launch/prefill_union.cpp).
+  ops.def(
+      "aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, "
+      "Tensor seqused_k, bool causal, float threshold=2.0) -> Tensor");
   // The KV-stationary prefill by itself: `formulation` [B] leaves out the sequences without a 1, `chunk_bits` is the
   // log2 of the tokens of a chunk, `chunk_heads` its KV heads (0: by shape).
   ops.def(
@@ -347,6 +387,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
   ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
+  ops.impl("aot_attention_plan", TORCH_BOX(&aot_attention_plan));
+  ops.impl("aot_union_lists", TORCH_BOX(&aot_union_lists));
   ops.impl("aot_sparse_attention_kv_stationary", TORCH_BOX(&aot_sparse_attention_kv_stationary));
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }
@@ -357,6 +399,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
   ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
+  ops.impl("aot_attention_plan", TORCH_BOX(&aot_attention_plan));
+  ops.impl("aot_union_lists", TORCH_BOX(&aot_union_lists));
   ops.impl("aot_sparse_attention_kv_stationary", TORCH_BOX(&aot_sparse_attention_kv_stationary));
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }

@@ -32,7 +32,19 @@ void aot_sparse_attention(torch::stable::Tensor out, std::optional<torch::stable
                           torch::stable::Tensor block_indices, torch::stable::Tensor block_table,
                           torch::stable::Tensor cu_seqlens_q, torch::stable::Tensor seqused_k, double softmax_scale,
                           bool causal, std::optional<torch::stable::Tensor> k_scale,
-                          std::optional<torch::stable::Tensor> v_scale, std::int64_t splits, bool overlap);
+                          std::optional<torch::stable::Tensor> v_scale, std::int64_t splits, bool overlap,
+                          std::int64_t formulation);
+
+std::int64_t aot_attention_plan(torch::stable::Tensor q, torch::stable::Tensor k_cache, torch::stable::Tensor v_cache,
+                                torch::stable::Tensor block_indices, torch::stable::Tensor block_table,
+                                torch::stable::Tensor cu_seqlens_q, torch::stable::Tensor seqused_k, bool causal,
+                                std::int64_t formulation);
+
+// The lists of the union tiles (launch/prefill_union.h), as bytes.
+torch::stable::Tensor aot_union_lists(torch::stable::Tensor q, torch::stable::Tensor k_cache,
+                                      torch::stable::Tensor block_indices, torch::stable::Tensor block_table,
+                                      torch::stable::Tensor cu_seqlens_q, torch::stable::Tensor seqused_k, bool causal,
+                                      double threshold);
 
 // The KV-stationary prefill by itself (launch/prefill_kv_stationary.h).
 void aot_sparse_attention_kv_stationary(torch::stable::Tensor out, std::optional<torch::stable::Tensor> lse,

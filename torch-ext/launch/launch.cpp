@@ -130,6 +130,14 @@ const Image& pick(const Image* program, std::size_t count, int device) {
                            "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10));
 }
 
+bool available(const Image* program, std::size_t count, int device) {
+  if ((device < 0 && !driver().host_memory) || device >= kMaxDevices) return false;
+  const int wanted = capability(ordinal(device));
+  for (std::size_t i = 0; i < count; ++i)
+    if (program[i].capability == wanted) return true;
+  return false;
+}
+
 int multiprocessors(int device) {
   static std::atomic<int> cache[kMaxDevices];
   const int index = ordinal(device);

@@ -51,6 +51,14 @@ struct Params {
 // The image of a program for the device's compute capability; throws, naming what there is, if none fits.
 const Image& pick(const Image* program, std::size_t count, int device);
 
+// Whether the program has an image for the device's compute capability.
+bool available(const Image* program, std::size_t count, int device);
+
+template <std::size_t N>
+bool available(const Image (&program)[N], int device) {
+  return available(program, N, device);
+}
+
 // Launches on the device's current torch stream, without synchronising. `device` is the tensors' device index, which
 // need not be the current one; -1 means host memory.
 void run(const Image& image, Grid grid, int device, void** params, Options options = {});

@@ -7,6 +7,9 @@ from typing import Optional
 
 import torch
 
+from . import checks
+from .ops import ops
+
 MOST_IDS = 32
 MOST_GROUP = 16
 # The scoring kernel shares the keys it reads among a request's rows, eight at a time; beyond some average, a prefill,
@@ -42,6 +45,42 @@ def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
     if (index_k.dtype, index_k_cache.dtype) != (k.dtype, k_cache.dtype):
         return "store_kv on aot converts from one dtype to one in a call; index_k and k differ here"
     return None
+
+
+# By the numbers of torch-ext/launch/prefill.h.
+PLANS = {
+    1: "union tiles",
+    2: "KV-stationary",
+    3: "decode",
+    4: "union tiles where u(4) of a request is below 2, else KV-stationary: chosen on the device",
+}
+
+
+def plan(
+    q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, causal=True, formulation=None
+) -> int:
+    """The formulation that sparse_attention takes on aot: a key of PLANS. NotImplementedError if a forced one can't."""
+    wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
+    tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
+    try:
+        return ops.aot_attention_plan(*tensors, causal, wanted)
+    except RuntimeError as error:
+        raise NotImplementedError(f"formulation {formulation!r}: {error}") from error
+
+
+def explain_plan(arguments: dict) -> Optional[str]:
+    """The formulation as a sentence; None where too few arguments are given."""
+    needed = ("q", "k_cache", "v_cache", "block_indices", "block_table", "cu_seqlens_q", "seqused_k")
+    if any(name not in arguments for name in needed):
+        return None
+    tensors = {name: arguments[name] for name in needed}
+    for name in needed[3:]:
+        tensors[name] = int32(tensors[name]) if name != "block_indices" else tensors[name].int()
+    given = {name: arguments[name] for name in ("causal", "formulation") if name in arguments}
+    try:
+        return PLANS[plan(**tensors, **given)]
+    except NotImplementedError as error:
+        return f"none: {error}"
 
 
 _NEEDED = {

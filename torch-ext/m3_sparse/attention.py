@@ -98,6 +98,7 @@ def _attend(
     out,
     lse,
     return_lse,
+    formulation=None,
 ):
     grad = checks.needs_grad(q, k_cache, v_cache)
     op = "dense_attention" if block_indices is None else "sparse_attention"
@@ -107,6 +108,8 @@ def _attend(
         # The selection has free strides; the rest is read as contiguous rows.
         block_indices = block_indices if block_indices.dtype == torch.int32 else _limits.int32(block_indices)
         table, cu_seqlens_q, seqused_k = (_limits.int32(x) for x in (table, cu_seqlens_q, seqused_k))
+        if formulation is not None:
+            _limits.plan(q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k, causal, formulation)
     softmax_scale = checks.HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
     inputs = (
         q,
@@ -128,7 +131,9 @@ def _attend(
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        _launch(backend, out, lse, *inputs)
+        # The operator's arguments behind the inputs: splits and overlap (of measurements), formulation.
+        forced = () if formulation is None or backend != "aot" else (0, True, checks.FORMULATIONS[formulation])
+        _launch(backend, out, lse, *inputs, *forced)
     return (out, lse) if return_lse else out
 
 
@@ -148,6 +153,7 @@ def sparse_attention(
     out: Optional[torch.Tensor] = None,
     lse: Optional[torch.Tensor] = None,
     return_lse: bool = False,
+    formulation: Optional[str] = None,
 ):
     """Softmax attention of each query row over the visible tokens of the blocks selected for it.
 
@@ -170,6 +176,12 @@ def sparse_attention(
         k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale.
         out: [T, Hq, 128] in q's dtype to write into. lse: [T, Hq] fp32 to write into. Neither with gradients.
         return_lse: return (out, lse).
+        formulation: how the aot backend computes the rows; all agree up to rounding, and no other backend looks at it.
+            "decode": a row for itself. "union": 8 neighbouring rows at a time, over the union of their blocks.
+            "kv_stationary": a block at a time, with all rows that chose it. None, the default: by shape, and for long
+            queries by how much the selections of neighbouring rows overlap, which is found on the device for each
+            request. A row's bits depend on its own inputs and on the formulation: name one where results must not
+            change with what the selections around a row are (explain() tells the default's choice).
 
     Returns:
         out [T, Hq, 128] in q's dtype, or (out, lse); lse [T, Hq] fp32 is the natural log of the sum of exp(scaled
@@ -196,10 +208,12 @@ def sparse_attention(
         out=out,
         lse=lse,
         return_lse=return_lse,
+        formulation=formulation,
     )
     lengths = (block_table, cu_seqlens_q, seqused_k)
+    scales = (k_scale, v_scale)
     return _attend(
-        q, k_cache, v_cache, block_indices, *lengths, softmax_scale, causal, k_scale, v_scale, out, lse, return_lse
+        q, k_cache, v_cache, block_indices, *lengths, softmax_scale, causal, *scales, out, lse, return_lse, formulation
     )
 
 

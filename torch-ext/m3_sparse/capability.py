@@ -264,7 +264,11 @@ def explain(op: str, **arguments) -> str:
         lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
     try:
         rule = "by default" if _forced is None else "asked for by name"
-        lines.append(f"  -> {choose(op, first.device, first.dtype, second, needs_grad, outside)}, {rule}")
+        chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
+        lines.append(f"  -> {chosen}, {rule}")
+        if op == "sparse_attention" and chosen == "aot":
+            formulation = _limits.explain_plan(arguments)
+            lines += [] if formulation is None else [f"     formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:
         lines.append(f"  -> raises {type(error).__name__}: {error}")
     problem = checks.problem(op, arguments)

@@ -73,6 +73,10 @@ def select_blocks(
     flag("return_scores", return_scores)
 
 
+# The numbers that the operator knows them by (torch-ext/launch/prefill.h).
+FORMULATIONS = {"union": 1, "kv_stationary": 2, "decode": 3}
+
+
 def _attention(
     q,
     k_cache,
@@ -151,8 +155,10 @@ def dense_attention(
     )
 
 
-def sparse_attention(q, k_cache, v_cache, block_indices, block_table, **options) -> None:
+def sparse_attention(q, k_cache, v_cache, block_indices, block_table, *, formulation=None, **options) -> None:
     dense_attention(q, k_cache, v_cache, block_table, **options)
+    if formulation is not None and formulation not in FORMULATIONS:
+        raise ValueError(f"formulation must be one of {', '.join(FORMULATIONS)} or None, got {formulation!r}")
     shape = (q.shape[0], k_cache.shape[1], None)
     tensor("block_indices", block_indices, "[T, Hkv, K] (T from q, Hkv from k_cache)", shape, INDICES, q)
 

@@ -1,0 +1,308 @@
+"""Sparse prefill attention on one GPU: the default and every forced formulation, over length, selection and dtype.
+
+    python benchmarks/benchmark_prefill.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
+        [--cases prefill_cases.json] [--end-to-end] [--sweep] [--seconds 300]
+
+64/4 heads, pages of 128 at random places, causal, queries the last q_len tokens; selections and u(4) by selections.py.
+Protocol: a case is a CUDA graph of one call of the public function. Cold: the median over replays, each behind a write of
+256 MiB; warm: graphs of several calls one after the other. Rows of the first call are checked against float64. "limit" is
+the useful products at the tensor cores' dense rate of this card, measured in the same run by a matrix product.
+--cases weighs the default over the cases of a file ({"cases": [{"query_lens", "final_kv_lens", "weight"}]}).
+--end-to-end: selection and attention of a 131,072-token prompt, with the memory they take above inputs and outputs.
+--sweep: short queries, by every formulation: where torch-ext/launch/prefill.cpp puts its thresholds.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import protocol
+import selections
+import torch
+
+DIM, BLOCK, TOPK, HEADS, KV_HEADS = 128, 128, 16, 64, 4
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+FORMULATIONS = ("union", "kv_stationary")
+KINDS = ("random", "correlated")
+CASES = [(8192, 8192), (32768, 32768), (8192, 131072), (4096, 131072), (512, 65536)]  # q_len, kv_len
+STARTED = time.time()
+FLUSH_BYTES = 256 << 20
+
+
+class Case:
+    def __init__(self, dtype, q_lens, kv_lens, kind, seed=0):
+        cache = DTYPES[dtype]
+        torch.manual_seed(seed)
+        self.dtype, self.kind, self.q_lens, self.kv_lens = dtype, kind, q_lens, kv_lens
+        tokens, width = sum(q_lens), max(-(-n // BLOCK) for n in kv_lens)
+        pages = sum(-(-n // BLOCK) for n in kv_lens)
+        self.k, self.v = (torch.empty(pages, KV_HEADS, BLOCK, DIM, dtype=cache, device="cuda") for _ in range(2))
+        for x in (self.k, self.v):
+            for part in x.split(2048):
+                part.copy_(torch.randn(part.shape, device="cuda"))
+        self.q = torch.randn(tokens, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+        order = torch.randperm(pages, device="cuda").to(torch.int32)
+        self.table = torch.zeros(len(q_lens), width, dtype=torch.int32, device="cuda")
+        first = 0
+        for b, n in enumerate(kv_lens):
+            count = -(-n // BLOCK)
+            self.table[b, :count] = order[first : first + count]
+            first += count
+        self.cu = torch.tensor([0, *q_lens], device="cuda").cumsum(0).to(torch.int32)
+        self.used = torch.tensor(kv_lens, dtype=torch.int32, device="cuda")
+        self.scale = None if dtype == "bf16" else torch.ones(1, device="cuda")
+        self.out, self.lse = torch.empty_like(self.q), torch.empty(tokens, HEADS, device="cuda")
+        self.draw(kind)
+
+    def draw(self, kind):
+        self.kind = kind
+        self.ids = selections.batch(kind, KV_HEADS, self.q_lens, self.kv_lens)
+        self.u = selections.union(self.ids, 4) if len(self.q_lens) == 1 else None
+        starts = [kv - q for q, kv in zip(self.q_lens, self.kv_lens)]
+        position = torch.cat([torch.arange(s, kv, device="cuda") for s, kv in zip(starts, self.kv_lens)])
+        visible = (position[:, None, None] + 1 - self.ids.long() * BLOCK).clamp(max=BLOCK) * (self.ids >= 0)
+        self.flops = 4 * (HEADS // KV_HEADS) * DIM * int(visible.sum())
+        self.bytes = 2 * self.q.numel() * 2 + self.lse.numel() * 4 + 2 * self.k.numel() * self.k.element_size()
+
+    def run(self, m3_sparse, formulation=None):
+        options = {"cu_seqlens_q": self.cu, "seqused_k": self.used, "k_scale": self.scale, "v_scale": self.scale}
+        outputs = {"out": self.out, "lse": self.lse, "formulation": formulation}
+        m3_sparse.sparse_attention(self.q, self.k, self.v, self.ids, self.table, **options, **outputs)
+
+    def check(self, what):
+        """Some rows against float64."""
+        tokens = self.q.shape[0]
+        error, norm = 0.0, 0.0
+        for row in sorted({0, 1, tokens // 3, tokens // 2 + 5, tokens - 2, tokens - 1}):
+            row = min(max(row, 0), tokens - 1)
+            b = int((self.cu[1:] <= row).sum())
+            end = self.kv_lens[b] - int(self.cu[b + 1]) + row + 1
+            for head in range(KV_HEADS):
+                blocks = self.ids[row, head].long()
+                position = (blocks[blocks >= 0][:, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten()
+                position = position[position < end]
+                page = self.table[b][position // BLOCK].long()
+                raw = [x.view(torch.uint8) if x.element_size() == 1 else x for x in (self.k, self.v)]
+                key, value = (x[page, head, position % BLOCK].view(self.k.dtype).double() for x in raw)
+                part = slice(head * 16, head * 16 + 16)
+                logits = self.q[row, part].double() @ key.T * DIM**-0.5
+                want = torch.softmax(logits, -1) @ value
+                error += float((self.out[row, part].double() - want).pow(2).sum())
+                norm += float(want.pow(2).sum())
+                gap = float((self.lse[row, part].double() - torch.logsumexp(logits, -1)).abs().max())
+                if not gap < 1e-3:
+                    raise AssertionError(f"{what}: row {row} head {head}: lse off by {gap:.1e}")
+        if not (error / norm) ** 0.5 < 5e-3:
+            raise AssertionError(f"{what}: relative error {(error / norm) ** 0.5:.1e}")
+
+
+def graph_of(call, calls):
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def timed(call, flush, replays):
+    """Milliseconds a call: (cold, warm)."""
+    times = []
+    graph = graph_of(call, 1)
+    for _ in range(replays + 1):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    cold = statistics.median(times[1:])
+    calls = max(1, min(20, int(4 / cold)))
+    graph, times = graph_of(call, calls), []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return cold, statistics.median(times)
+
+
+def matmul_rate():
+    """TFLOP/s of a bf16 matrix product, 8,192 cubed."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    cold, _ = timed(lambda: torch.mm(a, a), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda"), 5)
+    return 2 * 8192**3 / cold / 1e9
+
+
+def measure(m3_sparse, case, flush, formulations, replays=6):
+    """{formulation: (cold ms, warm ms)}; None stands for the default."""
+    result = {}
+    for formulation in (None, *formulations):
+        case.out.fill_(float("nan"))
+        case.lse.fill_(float("nan"))
+        try:
+            case.run(m3_sparse, formulation)
+        except NotImplementedError as error:
+            print(f"  {formulation}: {error}")
+            continue
+        torch.cuda.synchronize()
+        if torch.isnan(case.lse).any():
+            raise AssertionError(f"{formulation}: a row was not written")
+        case.check(formulation)
+        result[formulation] = timed(lambda f=formulation: case.run(m3_sparse, f), flush, replays)
+    return result
+
+
+def late(options):
+    return time.time() - STARTED > options.seconds
+
+
+def table(m3_sparse, options, flush, rate):
+    rows = []
+    print(
+        "dtype | q / kv | selection | u(4) | default ms | TFLOP/s | % of limit | "
+        + " | ".join(FORMULATIONS)
+        + " | warm"
+    )
+    for dtype in options.dtype or DTYPES:
+        for q_len, kv_len in CASES:
+            if dtype == "fp8" and (q_len, kv_len) == (8192, 131072):
+                continue
+            case = None
+            for kind in KINDS:
+                if late(options):
+                    return rows
+                if case is None:
+                    case = Case(dtype, [q_len], [kv_len], kind)
+                else:
+                    case.draw(kind)
+                found = measure(m3_sparse, case, flush, FORMULATIONS)
+                cold, warm = found[None]
+                cells = " | ".join(f"{found[f][0]:.3f}" if f in found else "-" for f in FORMULATIONS)
+                useful = case.flops / cold / 1e9
+                print(
+                    f"{dtype} | {q_len} / {kv_len} | {kind} | {case.u:.2f} | {cold:.3f} | {useful:.0f} | "
+                    f"{100 * useful / rate:.0f} | {cells} | {warm:.3f}",
+                    flush=True,
+                )
+                key = {"dtype": dtype, "heads": "64/4", "batch": 1, "q_len": q_len, "kv_len": kv_len, "page": BLOCK}
+                for impl, f in (("ours", None), *((f"ours, {f}", f) for f in FORMULATIONS)):
+                    if f in found:
+                        times = [t * 1000 for t in found[f]]
+                        row = protocol.row(
+                            1, *times, case.bytes, case.flops, **key, op="prefill", impl=impl, selection=kind
+                        )
+                        row.update(limit_ms=round(case.flops / rate / 1e9, 5), u4=round(case.u, 3))
+                        rows.append(row)
+            del case
+            torch.cuda.empty_cache()
+    return rows
+
+
+def sweep(m3_sparse, options, flush):
+    """Short queries by every formulation."""
+    print("\nshort queries, ms cold: dtype | batch x q_len / kv | selection | default | decode | union | kv_stationary")
+    for dtype in options.dtype or DTYPES:
+        for batch, q_len, kv_len in [(1, 17, 65536), (1, 32, 65536), (1, 64, 65536), (1, 128, 65536), (1, 256, 65536),
+                                     (1, 171, 55339), (8, 17, 32768), (8, 32, 32768), (8, 64, 32768), (8, 128, 32768)]:  # fmt: skip
+            for kind in KINDS:
+                if late(options):
+                    return
+                case = Case(dtype, [q_len] * batch, [kv_len] * batch, kind)
+                found = measure(m3_sparse, case, flush, ("decode", *FORMULATIONS), 8)
+                cells = " | ".join(f"{found[f][0]:.4f}" if f in found else "-" for f in (None, "decode", *FORMULATIONS))
+                print(f"{dtype} | {batch} x {q_len} / {kv_len} | {kind} | {cells}", flush=True)
+
+
+def weighted(m3_sparse, options, flush):
+    """One figure a dtype and selection: the mean of the default's time, by weight."""
+    cases = [c for c in json.loads(options.cases.read_text())["cases"] if c.get("selection") == "representative"]
+    for dtype in options.dtype or DTYPES:
+        for kind in KINDS:
+            total = weight = useful = 0.0
+            for c in cases:
+                if late(options):
+                    break
+                case = Case(dtype, c["query_lens"], c["final_kv_lens"], kind)
+                ms = measure(m3_sparse, case, flush, (), 4)[None][0]
+                total, weight, useful = (
+                    total + c["weight"] * ms,
+                    weight + c["weight"],
+                    useful + c["weight"] * case.flops,
+                )
+                del case
+                torch.cuda.empty_cache()
+            print(f"weighted {dtype} {kind}: {total / max(weight, 1):.4f} ms over weight {weight:.0f}, "
+                  f"{useful / max(total, 1e-9) / 1e9:.0f} TFLOP/s", flush=True)  # fmt: skip
+
+
+def end_to_end(m3_sparse, dtype, tokens=131072):
+    """Selection and attention of one sparse layer's whole prompt, and the memory above inputs and outputs."""
+    case = Case(dtype, [tokens], [tokens], "random")
+    index_q = torch.randn(tokens, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    index_k = torch.randn(case.k.shape[0], BLOCK, DIM, device="cuda").to(DTYPES[dtype])
+    lengths = {"cu_seqlens_q": case.cu, "seqused_k": case.used}
+
+    def layer():
+        m3_sparse.select_blocks(index_q, index_k, case.table, **lengths, topk=TOPK, out=case.ids)
+        case.run(m3_sparse)
+
+    layer()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    case.check("end to end")
+    times = []
+    for _ in range(4):
+        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        start.record()
+        m3_sparse.select_blocks(index_q, index_k, case.table, **lengths, topk=TOPK, out=case.ids)
+        middle.record()
+        case.run(m3_sparse)
+        end.record()
+        end.synchronize()
+        times.append((start.elapsed_time(middle), middle.elapsed_time(end)))
+    select, attend = (statistics.median(t[i] for t in times[1:]) for i in range(2))
+    print(f"end to end {dtype} {tokens}: select {select:.2f} + attend {attend:.2f} = {select + attend:.2f} ms, "
+          f"scratch {peak / 2**20:.0f} MiB, u(4) {selections.union(case.ids, 4):.2f}")  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variant", required=True)
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--cases", type=Path)
+    parser.add_argument("--dtype", action="append", choices=list(DTYPES))
+    parser.add_argument("--end-to-end", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=300, help="start no new case after this time")
+    options = parser.parse_args()
+    m3_sparse = protocol.load(options.variant)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    rate = matmul_rate()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matrix product {rate:.0f} TFLOP/s", flush=True
+    )
+    rows = table(m3_sparse, options, flush, rate)
+    if options.results:
+        protocol.merge_rows(options.results, rows)
+    if options.sweep:
+        sweep(m3_sparse, options, flush)
+    if options.cases:
+        weighted(m3_sparse, options, flush)
+    if options.end_to_end:
+        for dtype in options.dtype or DTYPES:
+            end_to_end(m3_sparse, dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+#include "prefill.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "cubins.h"
+#include "launch.h"
+#include "prefill_kv_stationary.h"
+#include "prefill_union.h"
+
+namespace m3_sparse {
+namespace {
+
+using I64 = std::int64_t;
+
+// A row of decode costs a CTA of its own; a tile of a prefill takes as long for one token as for eight.
+// Mirrored by `_limits.formulation` of the Python package.
+constexpr I64 kDecodeTokens = 16;  // of a request, on average
+constexpr I64 kDecodeRows = 256;   // (token, KV head)
+
+bool is_decode(const DecodeArguments& a) {
+  const I64 tokens = a.q.size(0), requests = a.seqused_k.size(0), heads = a.k_cache.size(1);
+  return tokens <= kDecodeTokens * requests || tokens * heads <= kDecodeRows;
+}
+
+void require(const char* refusal) {
+  if (refusal != nullptr) throw std::runtime_error(std::string("m3_sparse: ") + refusal);
+}
+
+}  // namespace
+
+Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
+  if (a.q.size(0) * a.k_cache.size(1) == 0) return Formulation::decode;
+  switch (wanted) {
+    case Formulation::union_tiles:
+      require(union_refuses(a));
+      return wanted;
+    case Formulation::kv_stationary:
+      require(kv_stationary_refuses(a));
+      return wanted;
+    case Formulation::by_sequence:
+      require(union_refuses(a));
+      require(kv_stationary_refuses(a));
+      return wanted;
+    case Formulation::decode:
+      return wanted;
+    case Formulation::automatic:
+      break;
+  }
+  const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
+  if (is_decode(a) || !launch::available(cubins::prefill_union_bf16, device)) return Formulation::decode;
+  const bool unions = union_refuses(a) == nullptr, kv_stationary = kv_stationary_refuses(a) == nullptr;
+  if (unions && kv_stationary) return Formulation::by_sequence;
+  if (unions) return Formulation::union_tiles;
+  return kv_stationary ? Formulation::kv_stationary : Formulation::decode;
+}
+
+void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap) {
+  switch (plan) {
+    case Formulation::union_tiles:
+      return prefill_union(a, union_lists(a, false), false);
+    case Formulation::kv_stationary:
+      return prefill_kv_stationary(a, nullptr);
+    case Formulation::by_sequence: {
+      const UnionLists lists = union_lists(a, true);
+      prefill_union(a, lists, true);
+      return prefill_kv_stationary(a, lists.choice);
+    }
+    default:
+      return decode(a, splits, overlap);
+  }
+}
+
+}  // namespace m3_sparse

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+
+#include "decode.h"
+
+namespace m3_sparse {
+
+// u(4) of a sequence (kernel-src/neutral/union.py) from which its tokens take the KV-stationary formulation.
+constexpr double kUnionThreshold = 2.0;
+
+// Where the lists of all tiles lie: neutral/union.py says what they hold.
+struct UnionLists {
+  std::int64_t slots, capacity;
+  void *tiles, *counts, *words, *pages;
+  void* choice;                  // int32 [B]: 1 where a sequence takes the KV-stationary formulation
+  torch::stable::Tensor memory;  // all of the above
+};
+
+// Bytes of the lists, by shapes alone.
+std::int64_t union_workspace_bytes(const DecodeArguments& a);
+
+// Why the union formulation cannot take this call, or null. Shapes, dtypes and strides only; the arguments have passed
+// the checks of aot_sparse_attention.
+const char* union_refuses(const DecodeArguments& a);
+
+// neutral/union.py: the lists, and with `choose` the choice for each sequence.
+UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold = kUnionThreshold);
+
+// sm90/prefill_union.py. Writes the rows of sequences that take this formulation (all without a choice, and those past
+// the last sequence in any case).
+void prefill_union(const DecodeArguments& a, const UnionLists& lists, bool by_choice);
+
+}  // namespace m3_sparse
