@@ -1,0 +1,145 @@
+"""The launches of sparse_attention's prefill formulations without a GPU: which one a call takes and what union tiles pack.
+
+What the kernels compute is tested in tests/gpu/test_prefill_union_gpu.py.
+"""
+
+import pytest
+from launch_checks import LaunchChecks, error_of, needs_variant, operators
+from test_union import layout
+
+check = LaunchChecks(__file__)
+UNION, KV_STATIONARY, DECODE, BY_SEQUENCE = 1, 2, 3, 4
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
+def problem(q="bfloat16", kv="bfloat16", tokens=2000, batch=2, heads=(32, 2), pages=5, page=128, width=40, topk=16):
+    """Positional arguments of the operator, contiguous."""
+    import torch
+
+    qt, kt = getattr(torch, q), getattr(torch, kv)
+    query = torch.zeros(tokens, heads[0], 128, dtype=qt)
+    k_cache, v_cache = (torch.zeros(pages, heads[1], page, 128, dtype=torch.float32).to(kt) for _ in range(2))
+    ids = torch.zeros(tokens, heads[1], topk, dtype=torch.int32)
+    table = torch.zeros(batch, width, dtype=torch.int32)
+    cu, used = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    out, lse = torch.empty_like(query), torch.empty(tokens, heads[0])
+    return [out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, True, None, None]
+
+
+def plan(arguments, formulation=0):
+    query, k_cache, v_cache, ids, table, cu, used = arguments[2:9]
+    return operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)
+
+
+@check
+def packs_every_parameter(driver):
+    import torch
+
+    attend = operators().aot_sparse_attention
+    pairs = [(q, kv) for q in ("bfloat16", "float16") for kv in (q, "float8_e4m3fn", "float8_e5m2")]
+    for (q, kv), page in [(pair, page) for pair in pairs for page in (64, 128)]:
+        qt, kt = getattr(torch, q), getattr(torch, kv)
+        size = kt.itemsize
+        query = torch.zeros(20, 34, 160, dtype=qt)[:, 1:33, 16:144]
+        out = torch.zeros(32, 20, 128, dtype=qt).transpose(0, 1)
+        packed = torch.zeros(5, 2, page, 256, dtype=torch.float32).to(kt)
+        k_cache, v_cache = packed[..., :128], packed.transpose(1, 2).contiguous().transpose(1, 2)[..., 128:]
+        ids = torch.zeros(20, 2, 16, dtype=torch.int32)
+        table = torch.zeros(3, 4, dtype=torch.int32)
+        cu, used = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+        lse = torch.zeros(20, 40)[:, :32]
+        k_scale, v_scale = torch.ones(2), torch.ones(1)
+        tensors = (out, lse, query, k_cache, v_cache, ids, table, cu, used)
+        attend(*tensors, 0.25, page == 64, k_scale, v_scale, 0, True, UNION)
+        build, forward = driver.launches
+        driver.launches.clear()
+        slots, capacity, at = layout(20, 3, 2, page, 4, 16)
+        assert build.entry == "m3s_union_lists_sm90a_0"
+        assert forward.entry == f"m3s_prefill_union_{SHORT[kv]}_sm90a_0"
+        assert forward.grid == (slots * 2, 1, 1) and forward.block == (384, 1, 1) and driver.last_overlap == 1
+        assert forward.shared_bytes == driver.manifests[forward.entry]["dynamic_smem"] <= 232448
+        q_map, k_map, v_map = forward.params[:3]
+        assert q_map.base == query.data_ptr() and list(q_map.extents) == [128, 32, 20]
+        assert list(q_map.strides) == [s * 2 for s in (query.stride(1), query.stride(0))]
+        assert list(q_map.box) == [64, 16, 8]
+        for found, cache in ((k_map, k_cache), (v_map, v_cache)):
+            assert found.base == cache.data_ptr() and list(found.extents) == [128, page, 2, 5]
+            assert list(found.strides) == [cache.stride(i) * size for i in (2, 1, 0)]
+            assert list(found.box) == [128 if size == 1 else 64, page, 1, 1]
+        base = build.params[4]
+        want = [base + x for x in at[:4]] + [0] + [x.data_ptr() for x in (out, lse, k_scale, v_scale)]
+        want += [s * 2 for s in out.stride()[:2]] + [s * 4 for s in lse.stride()] + [4, 0]
+        want += [slots, 2, 3, 7 if page == 128 else 6, capacity, int(page == 64), int(q == "bfloat16"), 0.25]
+        assert forward.params[3:] == want
+
+
+@check
+def the_choice_goes_to_both_formulations(driver):
+    attend = operators().aot_sparse_attention
+    attend(*problem(), 0, True, BY_SEQUENCE)
+    names = [launch.entry.partition("_sm90a")[0] for launch in driver.launches]
+    assert names[:3] == ["m3s_union_lists", "m3s_union_choice", "m3s_prefill_union_bf16"]
+    assert names[3] == "m3s_invert_count" and len(names) > 5
+    choice = driver.launches[1].params[2]
+    assert driver.launches[2].params[7] == choice and driver.launches[3].params[4] == choice
+
+
+@check
+def absent_outputs_and_scales_are_null(driver):
+    arguments = problem()
+    arguments[1] = None
+    operators().aot_sparse_attention(*arguments, 0, True, UNION)
+    params = driver.launches[-1].params
+    assert params[9:12] == [0, 0, 0] and params[14:18] == [0, 0, 0, 0]
+
+
+@check
+def the_grid_is_no_larger_than_the_device(driver):
+    attend = operators().aot_sparse_attention
+    for tokens, ctas in ((100, 2 * (12 + 3)), (512, 132), (2000, 132)):
+        attend(*problem(tokens=tokens), 0, True, UNION)
+        assert driver.launches[-1].grid == (ctas, 1, 1)
+
+
+@check
+def a_shape_decides_between_decode_and_prefill(driver):
+    # Mirrors `is_decode` of launch/prefill.cpp.
+    for tokens, batch, heads, want in (
+        (16, 1, (64, 4), DECODE), (64, 1, (64, 4), DECODE), (65, 1, (64, 4), BY_SEQUENCE), (160, 10, (64, 4), DECODE),
+        (161, 10, (64, 4), BY_SEQUENCE), (256, 1, (16, 1), DECODE), (257, 1, (16, 1), BY_SEQUENCE),
+    ):  # fmt: skip
+        assert plan(problem(tokens=tokens, batch=batch, heads=heads)) == want, (tokens, batch, heads)
+    assert plan(problem(heads=(16, 2))) == KV_STATIONARY
+    assert plan(problem(heads=(4, 4), tokens=3000)) == KV_STATIONARY
+    for forced in (UNION, KV_STATIONARY, DECODE, BY_SEQUENCE):
+        assert plan(problem(), forced) == forced
+    assert plan(problem(width=65536), 0) in (KV_STATIONARY, DECODE)
+    assert plan(problem(tokens=0)) == DECODE
+    assert not driver.launches
+
+
+@check
+def a_forced_formulation_that_cannot_run_says_why(driver):
+    attend = operators().aot_sparse_attention
+    assert "16 query heads a KV head" in error_of(attend, *problem(heads=(16, 2)), 0, True, UNION)
+    assert "formulation: expected 0" in error_of(attend, *problem(), 0, True, 5)
+    assert not driver.launches
+
+
+@check
+def other_architectures_decode(driver):
+    driver.set_capability(100)
+    assert plan(problem()) == DECODE
+    operators().aot_sparse_attention(*problem())
+    assert driver.launches.pop().entry == "m3s_decode_bf16_s1_sm100a_0"
+    assert "compute capabilities 9.0" in error_of(operators().aot_sparse_attention, *problem(), 0, True, UNION)
+
+
+@needs_variant
+@pytest.mark.parametrize("name", check.functions)
+def test_launch(name):
+    check.run(name)
+
+
+if __name__ == "__main__":
+    check.main()
