@@ -1,0 +1,424 @@
+"""What feeds the consumers of sm90/prefill_union.py: shared memory, mbarriers, and the warps that load.
+
+The list warp looks at 32 tiles at a time, leaves out empty ones and those of requests that take the other formulation,
+and publishes one tile after the other: a record and, for each consumer warpgroup, the blocks that one of its 4 tokens
+chose. Two records and lists take turns. Everybody else follows what is published; a negative number of blocks is the end.
+
+A 16-bit cache is copied by tensor map to where wgmma reads it, K and V by a warp each. A float8 cache is copied as it is
+and widened exactly to fp16 by a warp an operand; one warp then issues all copies, of Q too.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from shared import hopper, mma, ptx, smem
+
+GROUP, TOKENS, DIM, BLOCK = 16, 8, 128, 128
+LOADER_WARPS, CONSUMERS = 4, 2
+TILE = BLOCK * DIM * 2  # bytes of K or V of a block
+HALF = TILE // 2  # 64 columns
+LIST_ENTRIES = 128  # 4 tokens x 32
+RECORD = 64
+LIST_READERS = 4 * CONSUMERS + 3  # warps that read what is published
+RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
+# Words of a record in shared memory.
+COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
+# Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
+EDGE_BITS = 7 << 12
+
+
+class UnionLoaders:
+    """The loaders' half of a variant: KV dtype."""
+
+    def __init__(self, kv_dtype):
+        self.dtype = kv_dtype
+        self.fp8 = kv_dtype in ("e4m3", "e5m2")
+        self.mma_dtype = "bf16" if kv_dtype == "bf16" else "f16"
+        self.stages = 2 if self.fp8 else 3
+        self.threads = 128 * (1 + CONSUMERS)
+        # What the loaders and the consumers get of 168 registers a thread: 24 + 2 * 240 or 40 + 2 * 232 is all of them.
+        self.registers = (40, 232) if self.fp8 else (24, 240)
+        self.q_at = 0
+        self.k_at = TILE
+        self.v_at = self.k_at + self.stages * TILE
+        at = self.v_at + self.stages * TILE
+        self.raw_at = {"k": at, "v": at + RAW_STAGES * RAW_TILE}
+        if self.fp8:
+            at += 2 * RAW_STAGES * RAW_TILE
+        self.lists_at = at
+        self.records_at = at + 2 * CONSUMERS * LIST_ENTRIES * 4
+        at = self.records_at + 2 * RECORD
+        # Mbarriers: name -> (how many, arrivals of a phase)
+        names = {"q_full": (1, 1), "q_empty": (1, 4 * CONSUMERS), "list_full": (2, 1), "list_empty": (2, LIST_READERS)}
+        for operand in "kv":
+            names[operand + "_full"] = self.stages, 1
+            names[operand + "_empty"] = self.stages, 4 * CONSUMERS
+            if self.fp8:
+                names[operand + "_raw_full"] = names[operand + "_raw_empty"] = RAW_STAGES, 1
+        if not self.fp8:
+            names["edge"] = 1, 1
+        self.barriers, self.arrivals = {}, {}
+        for name, (count, arrivals) in names.items():
+            self.barriers[name] = at
+            self.arrivals.update({at + 8 * i: arrivals for i in range(count)})
+            at += 8 * count
+        self.dynamic_smem = at
+        assert self.dynamic_smem <= 232448
+
+    def init_barriers(self, base):
+        for at, arrivals in self.arrivals.items():
+            smem.mbarrier_init(base + at, arrivals)
+
+    # ---- positions in the ring of stages; they start below 2 * stages and grow by at most 256 a tile
+
+    def ring_of(self, position):
+        """(stage, parity)"""
+        rounds = (position * 171) >> 9 if self.stages == 3 else position >> 1
+        return position - rounds * self.stages, rounds & 1
+
+    def folded(self, position):
+        """The same stage and parity, below 2 * stages."""
+        rounds = (position * 171) >> 9 if self.stages == 3 else position >> 1
+        return position - (rounds >> 1) * (2 * self.stages)
+
+    def wait_full(self, base, name, position):
+        stage, parity = self.ring_of(position)
+        smem.mbarrier_wait(base + self.barriers[name] + stage * 8, parity)
+
+    def release(self, base, name, position, lane):
+        stage, _ = self.ring_of(position)
+        hopper.mbarrier_arrive_if(base + self.barriers[name] + stage * 8, Int32(lane == 0))
+
+    # ---- published tiles
+
+    def next_count(self, base, buffer, turn):
+        """Blocks of the next tile; negative: there is none."""
+        smem.mbarrier_wait(base + self.barriers["list_full"] + buffer * 8, turn)
+        return smem.load_i32(base + self.records_at + buffer * RECORD)
+
+    def record_read(self, base, buffer, lane):
+        ptx.warp_barrier()
+        hopper.mbarrier_arrive_if(base + self.barriers["list_empty"] + buffer * 8, Int32(lane == 0))
+
+    # ---- loaders
+
+    @cute.jit
+    def load_blocks(
+        self,
+        is_v: cutlass.Constexpr,
+        base: Int32,
+        tensor_map: Int64,
+        pages: Int64,
+        slots: Int32,
+        capacity: Int32,
+        page_bits: Int32,
+        lane: Int32,
+    ):
+        """Warp of K or of V: every block of every published tile."""
+        name = "v" if is_v else "k"
+        full, empty = base + self.barriers[name + "_full"], base + self.barriers[name + "_empty"]
+        target = base + (self.v_at if is_v else self.k_at)
+        stage, parity, edges = Int32(0), Int32(1), Int32(0)
+        buffer, turn = Int32(0), Int32(0)
+        count = self.next_count(base, buffer, turn)
+        while count >= 0:
+            record = base + self.records_at + buffer * RECORD
+            head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
+            tail = smem.load_i32(record + 4 * TAIL)
+            self.record_read(base, buffer, lane)
+            wide = 7 - page_bits
+            row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
+            page_a, page_b = self.load_pages(row, lane, count, wide)
+            for first in cutlass.range(0, count, 32, unroll=1):
+                next_a, next_b = self.load_pages(row, first + 32 + lane, count, wide)
+                for i in cutlass.range(ptx.minimum_i32(count - first, Int32(32)), unroll=1):
+                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
+                    smem.mbarrier_wait(empty + stage * 8, parity)
+                    there, bar = target + stage * TILE, full + stage * 8
+                    if cutlass.const_expr(is_v):
+                        partial = (first + i + 1 == count) & (tail < BLOCK)
+                        bar = ptx.select(partial, base + self.barriers["edge"], bar)
+                    if lane == 0:
+                        self.load_block(there, tensor_map, head, a, b, wide, bar)
+                    if cutlass.const_expr(is_v):
+                        if partial:
+                            smem.mbarrier_wait(base + self.barriers["edge"], edges)
+                            edges = edges ^ 1
+                            self.clear_rows(there, tail, lane)
+                            hopper.mbarrier_arrive_if(full + stage * 8, Int32(lane == 0))
+                    stage = stage + 1
+                    if stage == self.stages:
+                        stage, parity = Int32(0), parity ^ 1
+                page_a, page_b = next_a, next_b
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            count = self.next_count(base, buffer, turn)
+
+    def load_pages(self, row, at, count, wide):
+        """Pages of entry `at`: of the whole block, or of its halves."""
+        entry = row + Int64(at) * Int64(4 << wide)
+        valid = Int32(at < count)
+        return ptx.load_i32_batch([(entry, valid, -1), (entry + Int64(wide * 4), valid, -1)])
+
+    @cute.jit
+    def load_block(self, there: Int32, tensor_map: Int64, head: Int32, a: Int32, b: Int32, wide: Int32, bar: Int32):
+        zero = Int32(0)
+        smem.mbarrier_expect(bar, TILE)
+        for half in cutlass.range_constexpr(2):
+            hopper.tma_load(there + half * HALF, tensor_map, [Int32(64 * half), zero, head, a], bar)
+        if wide != 0:
+            for half in cutlass.range_constexpr(2):
+                at = there + half * HALF + HALF // 2
+                hopper.tma_load(at, tensor_map, [Int32(64 * half), zero, head, b], bar)
+
+    @cute.jit
+    def clear_rows(self, there: Int32, first: Int32, lane: Int32):
+        """Zeros from key `first` on, before wgmma reads them."""
+        for chunk in cutlass.range(first * 8 + lane, BLOCK * 8, 32, unroll=1):
+            for half in cutlass.range_constexpr(2):
+                smem.store_i32x4(there + half * HALF + chunk * 16, [Int32(0)] * 4)
+        hopper.fence_async()
+        ptx.warp_barrier()
+
+    @cute.jit
+    def load_queries(self, base: Int32, tensor_map: Int64, lane: Int32):
+        buffer, turn, parity = Int32(0), Int32(0), Int32(1)
+        count = self.next_count(base, buffer, turn)
+        while count >= 0:
+            record = base + self.records_at + buffer * RECORD
+            head, token = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * FIRST)
+            self.record_read(base, buffer, lane)
+            if count > 0:
+                smem.mbarrier_wait(base + self.barriers["q_empty"], parity)
+                parity = parity ^ 1
+                if lane == 0:
+                    self.copy_queries(base, tensor_map, head, token)
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            count = self.next_count(base, buffer, turn)
+
+    def copy_queries(self, base, tensor_map, head, token):
+        full = base + self.barriers["q_full"]
+        smem.mbarrier_expect(full, TILE)
+        for half in range(2):
+            at = base + self.q_at + half * HALF
+            hopper.tma_load(at, tensor_map, [Int32(64 * half), head * GROUP, token], full)
+
+    # ---- loaders of a float8 cache
+
+    @cute.jit
+    def issue_copies(
+        self,
+        base: Int32,
+        q_map: Int64,
+        k_map: Int64,
+        v_map: Int64,
+        pages: Int64,
+        slots: Int32,
+        capacity: Int32,
+        page_bits: Int32,
+        lane: Int32,
+    ):
+        """One warp for all copies. Those of Q wait for the end of the tile before, so two blocks go ahead of them."""
+        buffer, turn, q_parity = Int32(0), Int32(0), Int32(1)
+        stage, parity = Int32(0), Int32(1)
+        wide = 7 - page_bits
+        count = self.next_count(base, buffer, turn)
+        while count >= 0:
+            record = base + self.records_at + buffer * RECORD
+            head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
+            token = smem.load_i32(record + 4 * FIRST)
+            self.record_read(base, buffer, lane)
+            row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
+            page_a, page_b = self.load_pages(row, lane, count, wide)
+            for first in cutlass.range(0, count, 32, unroll=1):
+                next_a, next_b = self.load_pages(row, first + 32 + lane, count, wide)
+                for i in cutlass.range(ptx.minimum_i32(count - first, Int32(32)), unroll=1):
+                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
+                    for operand in cutlass.range_constexpr(2):
+                        name, tensor_map = ("k", "v")[operand], (k_map, v_map)[operand]
+                        smem.mbarrier_wait(base + self.barriers[name + "_raw_empty"] + stage * 8, parity)
+                        there = base + self.raw_at[name] + stage * RAW_TILE
+                        if lane == 0:
+                            self.copy_raw(there, tensor_map, head, a, b, wide, name, base, stage)
+                    stage = stage + 1
+                    if stage == RAW_STAGES:
+                        stage, parity = Int32(0), parity ^ 1
+                    if first + i == ptx.minimum_i32(count, Int32(2)) - 1:
+                        smem.mbarrier_wait(base + self.barriers["q_empty"], q_parity)
+                        q_parity = q_parity ^ 1
+                        if lane == 0:
+                            self.copy_queries(base, q_map, head, token)
+                page_a, page_b = next_a, next_b
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            count = self.next_count(base, buffer, turn)
+
+    def copy_raw(self, there, tensor_map, head, a, b, wide, name, base, stage):
+        bar = base + self.barriers[name + "_raw_full"] + stage * 8
+        self.copy_box(there, tensor_map, head, a, bar, RAW_TILE)
+        self.copy_second_box(there + RAW_TILE // 2, tensor_map, head, b, bar, wide)
+
+    def copy_box(self, there, tensor_map, head, page, bar, size):
+        smem.mbarrier_expect(bar, size)
+        hopper.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
+
+    @cute.jit
+    def copy_second_box(self, there: Int32, tensor_map: Int64, head: Int32, page: Int32, bar: Int32, wide: Int32):
+        if wide != 0:
+            hopper.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
+
+    @cute.jit
+    def widen_blocks(self, is_v: cutlass.Constexpr, base: Int32, lane: Int32):
+        """Warp of K or of V: every block, float8 to fp16 in the layout of a 16-bit tensor map."""
+        name = "v" if is_v else "k"
+        buffer, turn = Int32(0), Int32(0)
+        stage, parity, raw, raw_parity = Int32(0), Int32(1), Int32(0), Int32(0)
+        # Lanes 8 i .. 8 i + 7 take halves of two rows each, so that neither loads nor stores meet a bank twice.
+        row, low = lane >> 2, lane & 3
+        chunk = low | ((row & 1) << 2)
+        source = row * 128 + ((chunk ^ row) << 4)
+        target = (row & 1) * HALF + row * 128 + (((low << 1) ^ row) << 4)
+        count = self.next_count(base, buffer, turn)
+        while count >= 0:
+            tail = smem.load_i32(base + self.records_at + buffer * RECORD + 4 * TAIL)
+            self.record_read(base, buffer, lane)
+            for i in cutlass.range(count, unroll=1):
+                smem.mbarrier_wait(base + self.barriers[name + "_raw_full"] + raw * 8, raw_parity)
+                smem.mbarrier_wait(base + self.barriers[name + "_empty"] + stage * 8, parity)
+                come = base + self.raw_at[name] + raw * RAW_TILE + source
+                go = base + (self.v_at if is_v else self.k_at) + stage * TILE + target
+                rows = Int32(BLOCK)
+                if cutlass.const_expr(is_v):
+                    rows = ptx.select(i + 1 == count, tail, rows)
+                if rows == BLOCK:
+                    for part in cutlass.range(8, unroll=1):
+                        self.widen_rows(come + part * 2048, go + part * 2048, row)
+                else:
+                    for part in cutlass.range(8, unroll=1):
+                        self.widen_rows(come + part * 2048, go + part * 2048, row, rows - part * 16)
+                hopper.fence_async()
+                ptx.warp_barrier()
+                hopper.mbarrier_arrive_if(base + self.barriers[name + "_full"] + stage * 8, Int32(lane == 0))
+                hopper.mbarrier_arrive_if(base + self.barriers[name + "_raw_empty"] + raw * 8, Int32(lane == 0))
+                stage = stage + 1
+                if stage == self.stages:
+                    stage, parity = Int32(0), parity ^ 1
+                raw = raw + 1
+                if raw == RAW_STAGES:
+                    raw, raw_parity = Int32(0), raw_parity ^ 1
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            count = self.next_count(base, buffer, turn)
+
+    def widen_rows(self, come, go, row, left=None):
+        """16 rows; zeros from row `left` on."""
+        other = ptx.select((row & 1) != 0, Int32(-HALF), Int32(HALF))
+        widen = mma.widen_e4m3 if self.dtype == "e4m3" else mma.widen_e5m2
+        places = [(i, part) for i in range(2) for part in range(2)]
+        words = [smem.load_i32x4((come ^ (64 * part)) + i * 1024) for i, part in places]
+        for (i, part), chunk in zip(places, words):
+            if left is not None:
+                chunk = [ptx.select(left > row + 8 * i, w, Int32(0)) for w in chunk]
+            wide = [x for w in chunk for x in widen(w)]
+            there = go + i * 1024 + (other if part else 0)
+            smem.store_i32x4(there, wide[:4])
+            smem.store_i32x4(there ^ 16, wide[4:])
+
+    @cute.jit
+    def publish_lists(
+        self,
+        base: Int32,
+        tiles: Int64,
+        counts: Int64,
+        words: Int64,
+        pages: Int64,
+        choice: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_head: Int64,
+        v_scale_head: Int64,
+        slots: Int32,
+        heads: Int32,
+        requests: Int32,
+        page_bits: Int32,
+        capacity: Int32,
+        causal: Int32,
+        softmax_scale: Float32,
+        cta: Int32,
+        ctas: Int32,
+        lane: Int32,
+    ):
+        buffer, turn = Int32(0), Int32(1)
+        wide = 7 - page_bits
+        total = slots * heads
+        for position in cutlass.range(cta, total, 32 * ctas, unroll=1):
+            # -- 32 tiles at once: which of them are this kernel's
+            votes = ptx.ballot(self.is_mine(tiles, choice, position + lane * ctas, slots, total, requests))
+            while votes != 0:
+                x = position + ptx.count_bits((votes & -votes) - 1) * ctas
+                votes = votes & (votes - 1)
+                head = ptx.divide_u32(x, slots)
+                slot = slots - 1 - (x - head * slots)
+                item = Int64(head) * Int64(slots) + Int64(slot)
+                first, tile_tokens, end, length = ptx.load_fresh_16_bytes_if(tiles + Int64(slot) * 32, Int32(1))
+                count = ptx.load_i32(counts + item * 4) & 1023
+                scale = ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head) * softmax_scale
+                scale_v = ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head)
+                words_row = words + item * Int64(capacity) * 4
+                pages_row = pages + item * Int64(capacity) * Int64(4 << wide)
+                smem.mbarrier_wait(base + self.barriers["list_empty"] + buffer * 8, turn)
+                count_a, count_b, tail = Int32(0), Int32(0), Int32(BLOCK)
+                sees = ptx.select(causal != 0, end, length)  # what the first token sees; the others see more
+                for i in cutlass.range(0, count, 32, unroll=1):
+                    at = i + lane
+                    here = Int32(at < count)
+                    word = ptx.load_i32_if(words_row + Int64(at) * 4, here, 0)
+                    bad = Int32(0)
+                    if wide != 0:
+                        page_a, page_b = ptx.load_i32_batch(
+                            [(pages_row + Int64(at) * 8 + 4 * k, here, 0) for k in range(2)]
+                        )
+                        bad = ptx.select(page_a < 0, Int32(1 << 12), Int32(0))
+                        bad = bad | ptx.select(page_b < 0, Int32(1 << 13), Int32(0))
+                    block = word & 0xFFFF
+                    special = ((block << 7) + BLOCK > sees) | (scale < Float32(0.0))
+                    edge = ptx.select(special, Int32(1 << 14), Int32(0))
+                    entry = at | bad | edge | (block << 16)
+                    if at + 1 == count:
+                        tail = ptx.minimum_i32(length - (block << 7), Int32(BLOCK))
+                    chosen = [(word >> 24) & 15, (word >> 28) & 15]
+                    count_a = self.append(base, buffer * 2, count_a, entry | (chosen[0] << 8), chosen[0])
+                    count_b = self.append(base, buffer * 2 + 1, count_b, entry | (chosen[1] << 8), chosen[1])
+                tail = ptx.warp_min(tail)
+                if lane == 0:
+                    there = base + self.records_at + buffer * RECORD
+                    smem.store_i32x4(there, [count, count_a, count_b, first])
+                    smem.store_i32x4(there + 16, [tile_tokens, sees, length, ptx.f32_bits(scale)])
+                    smem.store_i32x4(there + 32, [ptx.f32_bits(scale_v), tail, head, slot])
+                ptx.warp_barrier()
+                hopper.mbarrier_arrive_if(base + self.barriers["list_full"] + buffer * 8, Int32(lane == 0))
+                buffer = buffer ^ 1
+                turn = turn ^ (buffer ^ 1)
+        smem.mbarrier_wait(base + self.barriers["list_empty"] + buffer * 8, turn)
+        if lane == 0:
+            smem.store_i32x4(base + self.records_at + buffer * RECORD, [Int32(-1)] * 4)
+            hopper.mbarrier_arrive(base + self.barriers["list_full"] + buffer * 8)
+
+    def is_mine(self, tiles, choice, x, slots, total, requests):
+        """Whether a tile has tokens and their request takes this formulation."""
+        valid = x < total
+        x = ptx.select(valid, x, Int32(0))
+        record = tiles + Int64(slots - 1 - (x - ptx.divide_u32(x, slots) * slots)) * 32
+        tile_tokens, request = ptx.load_i32_batch([(record + at, Int32(valid), 0) for at in (4, 16)])
+        listens = (choice != 0) & (request < requests)
+        at = choice + Int64(ptx.select(listens, request, Int32(0))) * 4
+        other = ptx.load_i32_if(at, Int32(listens), 0)
+        return Int32((tile_tokens > 0) & (other == 0))
+
+    def append(self, base, which, count, entry, chosen):
+        votes = ptx.ballot(Int32(chosen != 0))
+        position = count + ptx.count_bits(votes & ptx.lanes_below())
+        smem.store_i32_if(base + self.lists_at + which * (LIST_ENTRIES * 4) + position * 4, entry, Int32(chosen != 0))
+        return count + ptx.count_bits(votes)
