@@ -256,6 +256,11 @@ rule(
     name="device",
 )
 
+# Formulation
+rule("sparse_attention", "formulation", "outer", VALUE, "union, kv_stationary, decode", "'outer'", name="unknown")
+rule("sparse_attention", "formulation", 1, VALUE, "union, kv_stationary, decode", "1", name="number")
+rule("dense_attention", "formulation", "union", TYPE, "formulation", name="none here")
+
 # Selection parameters
 rule("select_blocks", "topk", 0, VALUE, "0", name="zero")
 rule("select_blocks", "topk", -1, VALUE, "-1", name="negative")
