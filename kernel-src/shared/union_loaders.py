@@ -22,6 +22,7 @@ LIST_ENTRIES = 128  # 4 tokens x 32
 RECORD = 64
 LIST_READERS = 4 * CONSUMERS + 3  # warps that read what is published
 RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
+LOADS_AHEAD = 3
 # Words of a record in shared memory.
 COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
 # Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
@@ -293,11 +294,11 @@ class UnionLoaders:
                 if cutlass.const_expr(is_v):
                     rows = ptx.select(i + 1 == count, tail, rows)
                 if rows == BLOCK:
-                    for part in cutlass.range(8, unroll=1):
-                        self.widen_rows(come + part * 2048, go + part * 2048, row)
+                    for part in cutlass.range(4, unroll=1):
+                        self.widen_rows(come + part * 4096, go + part * 4096, row)
                 else:
-                    for part in cutlass.range(8, unroll=1):
-                        self.widen_rows(come + part * 2048, go + part * 2048, row, rows - part * 16)
+                    for part in cutlass.range(4, unroll=1):
+                        self.widen_rows(come + part * 4096, go + part * 4096, row, rows - part * 32)
                 hopper.fence_async()
                 ptx.warp_barrier()
                 hopper.mbarrier_arrive_if(base + self.barriers[name + "_full"] + stage * 8, Int32(lane == 0))
@@ -313,12 +314,16 @@ class UnionLoaders:
             count = self.next_count(base, buffer, turn)
 
     def widen_rows(self, come, go, row, left=None):
-        """16 rows; zeros from row `left` on."""
+        """32 rows; zeros from row `left` on. Loads run ahead of what is made of them by as much as registers allow."""
         other = ptx.select((row & 1) != 0, Int32(-HALF), Int32(HALF))
         widen = mma.widen_e4m3 if self.dtype == "e4m3" else mma.widen_e5m2
-        places = [(i, part) for i in range(2) for part in range(2)]
-        words = [smem.load_i32x4((come ^ (64 * part)) + i * 1024) for i, part in places]
-        for (i, part), chunk in zip(places, words):
+        places = [(i, part) for i in range(4) for part in range(2)]
+        load = lambda i, part: smem.load_i32x4((come ^ (64 * part)) + i * 1024)
+        ahead = [load(*place) for place in places[:LOADS_AHEAD]]
+        for n, (i, part) in enumerate(places):
+            chunk = ahead.pop(0)
+            if n + LOADS_AHEAD < len(places):
+                ahead.append(load(*places[n + LOADS_AHEAD]))
             if left is not None:
                 chunk = [ptx.select(left > row + 8 * i, w, Int32(0)) for w in chunk]
             wide = [x for w in chunk for x in widen(w)]
