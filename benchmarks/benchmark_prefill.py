@@ -1,7 +1,7 @@
 """Sparse prefill attention on one GPU: the default and every forced formulation, over length, selection and dtype.
 
     python benchmarks/benchmark_prefill.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
-        [--cases prefill_cases.json] [--end-to-end] [--sweep] [--seconds 300]
+        [--cases prefill_cases.json] [--end-to-end] [--sweep] [--skip-table] [--seconds 300]
 
 64/4 heads, pages of 128 at random places, causal, queries the last q_len tokens; selections and u(4) by selections.py.
 Protocol: a case is a CUDA graph of one call of the public function. Cold: the median over replays, each behind a write of
@@ -284,6 +284,7 @@ def main():
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--skip-table", action="store_true", help="only what the other options ask for")
     parser.add_argument("--seconds", type=float, default=300, help="start no new case after this time")
     options = parser.parse_args()
     m3_sparse = protocol.load(options.variant)
@@ -292,9 +293,10 @@ def main():
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matrix product {rate:.0f} TFLOP/s", flush=True
     )
-    rows = table(m3_sparse, options, flush, rate)
-    if options.results:
-        protocol.merge_rows(options.results, rows)
+    if not options.skip_table:
+        rows = table(m3_sparse, options, flush, rate)
+        if options.results:
+            protocol.merge_rows(options.results, rows)
     if options.sweep:
         sweep(m3_sparse, options, flush)
     if options.cases:
