@@ -64,6 +64,13 @@ def tma_load(target, address, coordinates, mbarrier, policy=None):
     asm(text, "", "rlr" + "r" * n + ("" if policy is None else "l"), arguments)
 
 
+def tma_prefetch_l2(address, coordinates):
+    """The box at `coordinates` into L2, ahead of its `tma_load`."""
+    n = len(coordinates)
+    at = ", ".join(f"${1 + i}" for i in range(n))
+    asm(f"cp.async.bulk.prefetch.tensor.{n}d.L2.global.tile [$0, {{{at}}}];", "", "l" + "r" * n, [address, *coordinates])
+
+
 # ---- mbarriers (with mbarrier_init, _expect and _wait of smem.py), named barriers, fences, registers
 
 

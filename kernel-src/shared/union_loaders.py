@@ -191,6 +191,8 @@ class UnionLoaders:
             head, token = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * FIRST)
             self.record_read(base, buffer, lane)
             if count > 0:
+                if lane == 0:
+                    self.prefetch_queries(tensor_map, head, token)
                 smem.mbarrier_wait(base + self.barriers["q_empty"], parity)
                 parity = parity ^ 1
                 if lane == 0:
@@ -198,6 +200,11 @@ class UnionLoaders:
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
             count = self.next_count(base, buffer, turn)
+
+    def prefetch_queries(self, tensor_map, head, token):
+        """While the tile before is still being worked on: Q's one buffer is empty only at its end."""
+        for half in range(2):
+            hopper.tma_prefetch_l2(tensor_map, [Int32(64 * half), head * GROUP, token])
 
     def copy_queries(self, base, tensor_map, head, token):
         full = base + self.barriers["q_full"]
@@ -231,6 +238,8 @@ class UnionLoaders:
             head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
             token = smem.load_i32(record + 4 * FIRST)
             self.record_read(base, buffer, lane)
+            if (lane == 0) & (count > 0):
+                self.prefetch_queries(q_map, head, token)
             row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
             page_a, page_b = self.load_pages(row, lane, count, wide)
             for first in cutlass.range(0, count, 32, unroll=1):
