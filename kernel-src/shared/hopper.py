@@ -64,13 +64,6 @@ def tma_load(target, address, coordinates, mbarrier, policy=None):
     asm(text, "", "rlr" + "r" * n + ("" if policy is None else "l"), arguments)
 
 
-def tma_prefetch_l2(address, coordinates):
-    """The box at `coordinates` into L2, ahead of its `tma_load`."""
-    n = len(coordinates)
-    at = ", ".join(f"${1 + i}" for i in range(n))
-    asm(f"cp.async.bulk.prefetch.tensor.{n}d.L2.global.tile [$0, {{{at}}}];", "", "l" + "r" * n, [address, *coordinates])
-
-
 # ---- mbarriers (with mbarrier_init, _expect and _wait of smem.py), named barriers, fences, registers
 
 
@@ -130,6 +123,13 @@ def wait(pending, *accumulators):
 def pin(*accumulators):
     """No instruction; the compiler may not move what touches the accumulators across it."""
     _pin("", accumulators)
+
+
+def clear(d):
+    """Zeros, made here and not earlier: plain constants would be made ahead of a wait, in registers of their own."""
+    count = len_of(d)
+    text = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+    _store(d, _call(text, ["=f" if d.element_type is Float32 else "=r"] * count, [], []))
 
 
 def wgmma_ss(d, a, b, accumulate, dtype, b_mn_major=False):

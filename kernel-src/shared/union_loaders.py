@@ -22,7 +22,7 @@ LIST_ENTRIES = 128  # 4 tokens x 32
 RECORD = 64
 LIST_READERS = 4 * CONSUMERS + 3  # warps that read what is published
 RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
-LOADS_AHEAD = 3
+LOADS_AHEAD = 4
 # Words of a record in shared memory.
 COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
 # Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
@@ -38,8 +38,8 @@ class UnionLoaders:
         self.mma_dtype = "bf16" if kv_dtype == "bf16" else "f16"
         self.stages = 2 if self.fp8 else 3
         self.threads = 128 * (1 + CONSUMERS)
-        # What the loaders and the consumers get of 168 registers a thread: 24 + 2 * 240 or 40 + 2 * 232 is all of them.
-        self.registers = (40, 232) if self.fp8 else (24, 240)
+        # What the loaders and the consumers get of 168 registers a thread: 24 + 2 * 240 or 56 + 2 * 224 is all of them.
+        self.registers = (56, 224) if self.fp8 else (24, 240)
         self.q_at = 0
         self.k_at = TILE
         self.v_at = self.k_at + self.stages * TILE
@@ -191,8 +191,6 @@ class UnionLoaders:
             head, token = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * FIRST)
             self.record_read(base, buffer, lane)
             if count > 0:
-                if lane == 0:
-                    self.prefetch_queries(tensor_map, head, token)
                 smem.mbarrier_wait(base + self.barriers["q_empty"], parity)
                 parity = parity ^ 1
                 if lane == 0:
@@ -200,11 +198,6 @@ class UnionLoaders:
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
             count = self.next_count(base, buffer, turn)
-
-    def prefetch_queries(self, tensor_map, head, token):
-        """While the tile before is still being worked on: Q's one buffer is empty only at its end."""
-        for half in range(2):
-            hopper.tma_prefetch_l2(tensor_map, [Int32(64 * half), head * GROUP, token])
 
     def copy_queries(self, base, tensor_map, head, token):
         full = base + self.barriers["q_full"]
@@ -238,8 +231,6 @@ class UnionLoaders:
             head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
             token = smem.load_i32(record + 4 * FIRST)
             self.record_read(base, buffer, lane)
-            if (lane == 0) & (count > 0):
-                self.prefetch_queries(q_map, head, token)
             row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
             page_a, page_b = self.load_pages(row, lane, count, wide)
             for first in cutlass.range(0, count, 32, unroll=1):
