@@ -5,7 +5,7 @@ and publishes one tile after the other: a record and, for each consumer warpgrou
 chose. Two records and lists take turns. Everybody else follows what is published; a negative number of blocks is the end.
 
 A 16-bit cache is copied by tensor map to where wgmma reads it, K and V by a warp each. A float8 cache is copied as it is
-and widened exactly to fp16 by a warp an operand; one warp then issues all copies, of Q too.
+and widened exactly to fp16 by two warps an operand; one warp then issues all copies, of Q too.
 """
 
 import cutlass
@@ -20,9 +20,9 @@ TILE = BLOCK * DIM * 2  # bytes of K or V of a block
 HALF = TILE // 2  # 64 columns
 LIST_ENTRIES = 128  # 4 tokens x 32
 RECORD = 64
-LIST_READERS = 4 * CONSUMERS + 3  # warps that read what is published
 RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
-LOADS_AHEAD = 4
+WIDENERS = 2  # warps an operand
+LOADS_AHEAD = 2
 # Words of a record in shared memory.
 COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
 # Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
@@ -37,9 +37,12 @@ class UnionLoaders:
         self.fp8 = kv_dtype in ("e4m3", "e5m2")
         self.mma_dtype = "bf16" if kv_dtype == "bf16" else "f16"
         self.stages = 2 if self.fp8 else 3
-        self.threads = 128 * (1 + CONSUMERS)
-        # What the loaders and the consumers get of 168 registers a thread: 24 + 2 * 240 or 56 + 2 * 224 is all of them.
-        self.registers = (56, 224) if self.fp8 else (24, 240)
+        # float8: a warpgroup between loaders and consumers widens, two warps an operand.
+        self.first_consumer = LOADER_WARPS + (2 * WIDENERS if self.fp8 else 0)
+        self.threads = 32 * (self.first_consumer + 4 * CONSUMERS)
+        # What loaders and consumers get of the registers, which are all of them: (40 + 2 * 232) * 128 of a launch with 168
+        # a thread, (2 * 48 + 2 * 208) * 128 of one with 128. The consumers use 198.
+        self.registers = (48, 208) if self.fp8 else (40, 232)
         self.q_at = 0
         self.k_at = TILE
         self.v_at = self.k_at + self.stages * TILE
@@ -51,12 +54,13 @@ class UnionLoaders:
         self.records_at = at + 2 * CONSUMERS * LIST_ENTRIES * 4
         at = self.records_at + 2 * RECORD
         # Mbarriers: name -> (how many, arrivals of a phase)
-        names = {"q_full": (1, 1), "q_empty": (1, 4 * CONSUMERS), "list_full": (2, 1), "list_empty": (2, LIST_READERS)}
+        readers = 4 * CONSUMERS + (1 + 2 * WIDENERS if self.fp8 else 3)  # warps that read what is published
+        names = {"q_full": (1, 1), "q_empty": (1, 4 * CONSUMERS), "list_full": (2, 1), "list_empty": (2, readers)}
         for operand in "kv":
-            names[operand + "_full"] = self.stages, 1
+            names[operand + "_full"] = self.stages, WIDENERS if self.fp8 else 1
             names[operand + "_empty"] = self.stages, 4 * CONSUMERS
             if self.fp8:
-                names[operand + "_raw_full"] = names[operand + "_raw_empty"] = RAW_STAGES, 1
+                names[operand + "_raw_full"], names[operand + "_raw_empty"] = (RAW_STAGES, 1), (RAW_STAGES, WIDENERS)
         if not self.fp8:
             names["edge"] = 1, 1
         self.barriers, self.arrivals = {}, {}
@@ -271,16 +275,17 @@ class UnionLoaders:
             hopper.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
 
     @cute.jit
-    def widen_blocks(self, is_v: cutlass.Constexpr, base: Int32, lane: Int32):
-        """Warp of K or of V: every block, float8 to fp16 in the layout of a 16-bit tensor map."""
+    def widen_blocks(self, is_v: cutlass.Constexpr, base: Int32, part: Int32, lane: Int32):
+        """Warp `part` of K or of V: its rows of every block, float8 to fp16 in the layout of a 16-bit tensor map."""
+        first_row = part * (BLOCK // WIDENERS)
         name = "v" if is_v else "k"
         buffer, turn = Int32(0), Int32(0)
         stage, parity, raw, raw_parity = Int32(0), Int32(1), Int32(0), Int32(0)
         # Lanes 8 i .. 8 i + 7 take halves of two rows each, so that neither loads nor stores meet a bank twice.
         row, low = lane >> 2, lane & 3
         chunk = low | ((row & 1) << 2)
-        source = row * 128 + ((chunk ^ row) << 4)
-        target = (row & 1) * HALF + row * 128 + (((low << 1) ^ row) << 4)
+        source = (first_row + row) * 128 + ((chunk ^ row) << 4)
+        target = (row & 1) * HALF + (first_row + row) * 128 + (((low << 1) ^ row) << 4)
         count = self.next_count(base, buffer, turn)
         while count >= 0:
             tail = smem.load_i32(base + self.records_at + buffer * RECORD + 4 * TAIL)
@@ -294,11 +299,11 @@ class UnionLoaders:
                 if cutlass.const_expr(is_v):
                     rows = ptx.select(i + 1 == count, tail, rows)
                 if rows == BLOCK:
-                    for part in cutlass.range(4, unroll=1):
-                        self.widen_rows(come + part * 4096, go + part * 4096, row)
+                    for n in cutlass.range(BLOCK // WIDENERS // 32, unroll=1):
+                        self.widen_rows(come + n * 4096, go + n * 4096, row)
                 else:
-                    for part in cutlass.range(4, unroll=1):
-                        self.widen_rows(come + part * 4096, go + part * 4096, row, rows - part * 32)
+                    for n in cutlass.range(BLOCK // WIDENERS // 32, unroll=1):
+                        self.widen_rows(come + n * 4096, go + n * 4096, row, rows - first_row - n * 32)
                 hopper.fence_async()
                 ptx.warp_barrier()
                 hopper.mbarrier_arrive_if(base + self.barriers[name + "_full"] + stage * 8, Int32(lane == 0))

@@ -9,8 +9,8 @@ Tile picture
     S = Q K^T: m64n128k16, 64 rows = 4 tokens; a warp's 16 rows are one token, so what a token may see is the same for a
     warp. O += P V with P from registers. Two such warpgroups share K and V.
 
-Roles (3 warpgroups; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other")
-    loaders      4 warps: shared/union_loaders.py.
+Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other")
+    loaders      4 warps, and 4 that widen float8: shared/union_loaders.py.
     consumers    2 x 4 warps. Q K of the next block is under way while the softmax of this one waits for P V.
                  Blocks that none of a warpgroup's tokens chose are passed on: it waits for "full" and releases.
 
@@ -48,7 +48,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, mma, ptx, smem, softmax
+from shared import hopper, ptx, smem, softmax
 from shared.program import Program
 from shared.union_loaders import (
     COUNT_A,
@@ -66,6 +66,7 @@ from shared.union_loaders import (
     TILE,
     TILE_TOKENS,
     V_SCALE,
+    WIDENERS,
     UnionLoaders,
 )
 
@@ -75,14 +76,13 @@ class PrefillUnion(UnionLoaders):
 
     # ---- consumers: pieces of the main loop
 
-    def scores(self, base, S, Q, position):
+    def scores(self, base, S, q, position):
         stage, _ = self.ring_of(position)
         k = hopper.descriptor(base + self.k_at) + Int64(stage * (TILE >> 4))
         hopper.fence()
         for step in range(8):
             offset = (step & 3) * 2 + (step >> 2) * (HALF >> 4)
-            words = [Q[4 * step + i] for i in range(4)]
-            hopper.wgmma_rs(S, words, k + Int64(offset), step > 0, self.mma_dtype)
+            hopper.wgmma_ss(S, q + Int64(offset), k + Int64(offset), step > 0, self.mma_dtype)
         hopper.commit()
 
     def values(self, base, O, P, position):
@@ -94,9 +94,9 @@ class PrefillUnion(UnionLoaders):
         hopper.commit()
 
     @cute.jit
-    def scores_alone(self, base: Int32, S: cute.Tensor, Q: cute.Tensor, position: Int32, lane: Int32):
+    def scores_alone(self, base: Int32, S: cute.Tensor, q: Int64, position: Int32, lane: Int32):
         self.wait_full(base, "k_full", position)
-        self.scores(base, S, Q, position)
+        self.scores(base, S, q, position)
         hopper.wait(0, S)
         self.release(base, "k_empty", position, lane)
 
@@ -164,9 +164,12 @@ class PrefillUnion(UnionLoaders):
         for i in range(32):
             P[i] = pack(S[2 * i], S[2 * i + 1])
 
-    def rescale(self, O, state):
-        for i in range(64):
-            O[i] = ptx.multiply(O[i], state[4 + ((i >> 1) & 1)])
+    @cute.jit
+    def rescale(self, O: cute.Tensor, state: cute.Tensor):
+        """Once the maxima have settled there is nothing to do for most blocks."""
+        if ptx.ballot(Int32((state[4] != Float32(1.0)) | (state[5] != Float32(1.0)))) != 0:
+            for i in cutlass.range_constexpr(64):
+                O[i] = ptx.multiply(O[i], state[4 + ((i >> 1) & 1)])
 
     @cute.jit
     def walk(
@@ -175,7 +178,7 @@ class PrefillUnion(UnionLoaders):
         list_at: Int32,
         count: Int32,  # of the warpgroup's list
         start: Int32,  # position of the tile's first block in the ring
-        Q: cute.Tensor,
+        q: Int64,
         S: cute.Tensor,
         O: cute.Tensor,
         P: cute.Tensor,
@@ -188,7 +191,7 @@ class PrefillUnion(UnionLoaders):
         entry = smem.load_i32(list_at)
         at = start + (entry & 255)
         self.pass_on(("k", "v"), base, start, at, lane)
-        self.scores_alone(base, S, Q, at, lane)
+        self.scores_alone(base, S, q, at, lane)
         self.softmax(S, state, entry, record, token, lane)
         self.pack(S, P)
         for k in cutlass.range(1, count, unroll=1):
@@ -197,13 +200,13 @@ class PrefillUnion(UnionLoaders):
             if following - at > self.stages:
                 self.values_alone(base, O, P, at, lane)
                 self.pass_on(("k", "v"), base, at + 1, following, lane)
-                self.scores_alone(base, S, Q, following, lane)
+                self.scores_alone(base, S, q, following, lane)
                 self.softmax(S, state, entry, record, token, lane)
             else:
                 self.pass_on(("k",), base, at + 1, following, lane)
                 self.wait_full(base, "k_full", following)
                 hopper.pin(O)
-                self.scores(base, S, Q, following)
+                self.scores(base, S, q, following)
                 self.wait_full(base, "v_full", at)
                 self.values(base, O, P, at)
                 hopper.wait(1, S)
@@ -215,6 +218,7 @@ class PrefillUnion(UnionLoaders):
             self.rescale(O, state)
             self.pack(S, P)
             at = following
+        hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
         self.values_alone(base, O, P, at, lane)
         return at + 1
 
@@ -237,7 +241,7 @@ class PrefillUnion(UnionLoaders):
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         P = cute.make_rmem_tensor(cute.make_layout(32), Int32)
         state = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-        Q = cute.make_rmem_tensor(cute.make_layout(32), Int32)
+        q = hopper.descriptor(base + self.q_at + group * (HALF // 2))
         buffer, turn, q_parity, start = Int32(0), Int32(0), Int32(0), Int32(0)
         total = self.next_count(base, buffer, turn)
         while total >= 0:
@@ -252,13 +256,16 @@ class PrefillUnion(UnionLoaders):
             if total > 0:
                 smem.mbarrier_wait(base + self.barriers["q_full"], q_parity)
                 q_parity = q_parity ^ 1
-                self.load_query(base + self.q_at + token * GROUP * 128, Q, state, bf16_query, lane)
-                ptx.warp_barrier()
-                hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
+                if cutlass.const_expr(self.fp8):
+                    if bf16_query != 0:
+                        self.widen_query(base + self.q_at + token * GROUP * 128, state, lane)
+                        hopper.named_barrier(group + 1, 128)
                 behind = start
                 if count > 0:
                     list_at = base + self.lists_at + (buffer * 2 + group) * (LIST_ENTRIES * 4)
-                    behind = self.walk(base, list_at, count, start, Q, S, O, P, state, record, token, lane)
+                    behind = self.walk(base, list_at, count, start, q, S, O, P, state, record, token, lane)
+                else:
+                    hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
                 self.pass_on(("k", "v"), base, behind, start + total, lane)
                 start = self.folded(start + total)
             self.record_read(base, buffer, lane)
@@ -271,28 +278,22 @@ class PrefillUnion(UnionLoaders):
             total = self.next_count(base, buffer, turn)
 
     @cute.jit
-    def load_query(self, at: Int32, Q: cute.Tensor, state: cute.Tensor, bf16_query: Int32, lane: Int32):
-        """The warp's 16 rows as A fragments. For a float8 cache bf16 rows become fp16, each times a power of two; the
-        scales of the logits make up for it.
-        """
-        row = (lane & 7) + ((lane >> 3) & 1) * 8
-        for step in cutlass.range_constexpr(8):
-            chunk = (step & 3) * 2 + (lane >> 4)
-            words = mma.load_matrices(at + (step >> 2) * HALF + row * 128 + ((chunk ^ (lane & 7)) << 4))
+    def widen_query(self, at: Int32, state: cute.Tensor, lane: Int32):
+        """The warp's 16 rows of bf16 become fp16, each times a power of two; the scales of the logits make up for it."""
+        for h in cutlass.range_constexpr(2):
+            row = at + ((lane >> 2) + 8 * h) * 128 + (lane & 3) * 16 + (lane & 4) * 16
+            places = [(row ^ (64 * part)) + half * HALF for half in range(2) for part in range(2)]
+            loaded = [w for place in places for w in smem.load_i32x4(place)]
+            pairs = [ptx.unpack_bf16(w) for w in loaded]
+            top = softmax.row_maximum([ptx.absolute(x) for pair in pairs for x in pair])
+            exponent = ptx.maximum_i32(ptx.f32_bits(top) >> 23, Int32(15))  # biased
+            shrink = ptx.f32_from_bits((268 - exponent) << 23)
+            grow = ptx.f32_from_bits((exponent - 14) << 23)
+            scaled = [ptx.pack_fp16(a * shrink, b * shrink) for a, b in pairs]
             for i in cutlass.range_constexpr(4):
-                Q[4 * step + i] = words[i]
-        if cutlass.const_expr(self.fp8):
-            if bf16_query != 0:
-                for h in cutlass.range_constexpr(2):
-                    places = [4 * step + 2 * part + h for step in range(8) for part in range(2)]
-                    pairs = [ptx.unpack_bf16(Q[i]) for i in places]
-                    top = softmax.row_maximum([ptx.absolute(x) for pair in pairs for x in pair])
-                    exponent = ptx.maximum_i32(ptx.f32_bits(top) >> 23, Int32(15))  # biased
-                    shrink = ptx.f32_from_bits((268 - exponent) << 23)
-                    grow = ptx.f32_from_bits((exponent - 14) << 23)
-                    for n in cutlass.range_constexpr(16):
-                        Q[places[n]] = ptx.pack_fp16(pairs[n][0] * shrink, pairs[n][1] * shrink)
-                    state[6 + h] = ptx.maximum(state[6 + h] * grow, Float32(softmax.SMALLEST))
+                smem.store_i32x4(places[i], scaled[4 * i : 4 * i + 4])
+            state[6 + h] = ptx.maximum(state[6 + h] * grow, Float32(softmax.SMALLEST))
+        hopper.fence_async()
 
     def begin(self, O, state, scale):
         to_log2 = scale * Float32(softmax.LOG2_E)
@@ -383,17 +384,18 @@ class PrefillUnion(UnionLoaders):
             self.init_barriers(base)
         ptx.barrier()
         ptx.wait_for_previous_kernel()
-        if warp < LOADER_WARPS:
+        if warp < self.first_consumer:
             hopper.give_registers(self.registers[0])
             where = (pages, slots, capacity, page_bits)
             q_at, k_at, v_at = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
             if cutlass.const_expr(self.fp8):
                 if warp == 0:
                     self.issue_copies(base, q_at, k_at, v_at, *where, lane)
-                if warp == 1:
-                    self.widen_blocks(False, base, lane)
-                if warp == 3:
-                    self.widen_blocks(True, base, lane)
+                widener = warp - LOADER_WARPS
+                if (widener >= 0) & (widener < WIDENERS):
+                    self.widen_blocks(False, base, widener, lane)
+                if widener >= WIDENERS:
+                    self.widen_blocks(True, base, widener - WIDENERS, lane)
             else:
                 if warp == 0:
                     self.load_blocks(False, base, k_at, *where, lane)
@@ -407,7 +409,7 @@ class PrefillUnion(UnionLoaders):
                 self.publish_lists(base, *sources, *shape, cta, ctas, lane)
         else:
             hopper.take_registers(self.registers[1])
-            group = (warp >> 2) - 1
+            group = (warp - self.first_consumer) >> 2
             strides = (out_token, out_head, lse_token, lse_head)
             self.consume(base, out, lse, *strides, bf16_query, group, warp & 3, lane)
 
