@@ -54,9 +54,10 @@ def packs_every_parameter(driver):
         build, forward = driver.launches
         driver.launches.clear()
         slots, capacity, at = layout(20, 3, 2, page, 4, 16)
+        threads = 384 if size == 2 else 512
         assert build.entry == "m3s_union_lists_sm90a_0"
         assert forward.entry == f"m3s_prefill_union_{SHORT[kv]}_sm90a_0"
-        assert forward.grid == (slots * 2, 1, 1) and forward.block == (384, 1, 1) and driver.last_overlap == 1
+        assert forward.grid == (slots * 2, 1, 1) and forward.block == (threads, 1, 1) and driver.last_overlap == 1
         assert forward.shared_bytes == driver.manifests[forward.entry]["dynamic_smem"] <= 232448
         q_map, k_map, v_map = forward.params[:3]
         assert q_map.base == query.data_ptr() and list(q_map.extents) == [128, 32, 20]
@@ -85,6 +86,15 @@ def the_choice_goes_to_both_formulations(driver):
 
 
 @check
+def the_threshold_follows_the_cache(driver):
+    attend = operators().aot_sparse_attention
+    for kv, threshold in (("bfloat16", 1.75), ("float8_e4m3fn", 1.5), ("float8_e5m2", 1.5)):
+        driver.launches.clear()
+        attend(*problem(kv=kv), 0, True, BY_SEQUENCE)
+        assert driver.launches[1].params[-1] == threshold
+
+
+@check
 def absent_outputs_and_scales_are_null(driver):
     arguments = problem()
     arguments[1] = None
@@ -105,8 +115,8 @@ def the_grid_is_no_larger_than_the_device(driver):
 def a_shape_decides_between_decode_and_prefill(driver):
     # Mirrors `is_decode` of launch/prefill.cpp.
     for tokens, batch, heads, want in (
-        (16, 1, (64, 4), DECODE), (64, 1, (64, 4), DECODE), (65, 1, (64, 4), BY_SEQUENCE), (160, 10, (64, 4), DECODE),
-        (161, 10, (64, 4), BY_SEQUENCE), (256, 1, (16, 1), DECODE), (257, 1, (16, 1), BY_SEQUENCE),
+        (16, 1, (64, 4), DECODE), (128, 1, (64, 4), DECODE), (129, 1, (64, 4), BY_SEQUENCE), (320, 10, (64, 4), DECODE),
+        (321, 10, (64, 4), BY_SEQUENCE), (512, 1, (16, 1), DECODE), (513, 1, (16, 1), BY_SEQUENCE),
     ):  # fmt: skip
         assert plan(problem(tokens=tokens, batch=batch, heads=heads)) == want, (tokens, batch, heads)
     assert plan(problem(heads=(16, 2))) == KV_STATIONARY

@@ -371,7 +371,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   // The lists of the union tiles as they lie in memory (launch/prefill_union.cpp).
   ops.def(
       "aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, "
-      "Tensor seqused_k, bool causal, float threshold=2.0) -> Tensor");
+      "Tensor seqused_k, bool causal, float threshold=0.0) -> Tensor");
   // The KV-stationary prefill by itself: `formulation` [B] leaves out the sequences without a 1, `chunk_bits` is the
   // log2 of the tokens of a chunk, `chunk_heads` its KV heads (0: by shape).
   ops.def(

@@ -8,8 +8,10 @@
 
 namespace m3_sparse {
 
-// u(4) of a sequence (kernel-src/neutral/union.py) from which its tokens take the KV-stationary formulation.
-constexpr double kUnionThreshold = 2.0;
+// u(4) of a sequence (kernel-src/neutral/union.py) from which its tokens take the KV-stationary formulation. On an H200
+// the two take equally long at 1.7 to 1.8 for a 16-bit cache (8k to 128k keys, 4k queries and more) and at 1.45 to 1.6
+// for float8, where union tiles widen K and V once for 8 tokens and KV-stationary once for all: docs/prefill.md.
+constexpr double union_threshold(std::int64_t kv_bytes) { return kv_bytes == 1 ? 1.5 : 1.75; }
 
 // Where the lists of all tiles lie: neutral/union.py says what they hold.
 struct UnionLists {
@@ -26,8 +28,8 @@ std::int64_t union_workspace_bytes(const DecodeArguments& a);
 // the checks of aot_sparse_attention.
 const char* union_refuses(const DecodeArguments& a);
 
-// neutral/union.py: the lists, and with `choose` the choice for each sequence.
-UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold = kUnionThreshold);
+// neutral/union.py: the lists, and with `choose` the choice for each sequence. `threshold` 0: union_threshold.
+UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold = 0);
 
 // sm90/prefill_union.py. Writes the rows of sequences that take this formulation (all without a choice, and those past
 // the last sequence in any case).
