@@ -12,13 +12,9 @@ Tile picture
     ...: the split depends on shapes alone, and any length keeps all CTAs busy. Of a block, warp w has the tokens 32w ..
     32w+31. One mma.sync m16n8k16 per 16 keys (rows), 8 columns and 16 dims.
 
-Keys go from global memory straight into the MMA's registers
-    The order of the 128 dims inside the MMAs is free as long as keys and queries agree, so thread (g, t) of a warp
-    reads the 16-byte chunks t, t+4, ... of the keys g and g+8: full sectors, no shared memory, no swizzle, no barrier,
-    and as many bytes in flight as there are registers. The next block's keys of a slab (16 keys) are requested as soon
-    as this block's have been used. fp8 keys are widened to fp16, exactly; a bf16 query row is then scaled by a power of
-    two to fit fp16 and its score scaled back. (Elements under 2^-31 of the row's largest lose bits: 2^-40 of it at
-    most.) The warps' maxima meet in shared memory, one CTA barrier a block, two buffers.
+Keys (shared/index_tile.py)
+    go from global memory straight into the MMA's registers. The next block's keys of a slab (16 keys) are requested as
+    soon as this block's have been used. The warps' maxima meet in shared memory, one CTA barrier a block, two buffers.
 
 Order
     A score depends on its column and its block only, in a fixed order of accumulation: it is the same bits whatever the
@@ -40,114 +36,31 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import mma, ptx, smem
+from shared import ptx, smem
+from shared.index_tile import BLOCK, DTYPES, MASKED, NEG_INF, SLAB, IndexTile
 from shared.program import Program
 
 WARPS = 4
 THREADS = 32 * WARPS
-BLOCK = 128
-SLAB = 16  # keys of one MMA
-NEG_INF = float("-inf")
-MASKED = 1 << 30  # a first token beyond every length
 # Up to this batch the first keys are fetched ahead. H200, 32k, select: one request 7.3 -> 6.7 us (bf16), 6.4 -> 5.7 (fp8);
 # 16 requests 39.7 -> 38.5, 24.8 -> 22.9; 64 requests at 128k 493 -> 502: there the scan itself fills the memory bus.
 WARM_REQUESTS = 16
 
-# (query, key) dtypes; the MMA works in the first, or in fp16 with fp8 keys.
-DTYPES = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3")]
 # Columns / 8 -> CTAs per SM that the registers allow, for 16-bit and for fp8 keys. One tile is a plain decode step with
 # up to 8 heads; two and four are verify steps of 4 and 8 tokens with 4 heads. More columns are further column groups.
-TILES = {1: (4, 6), 2: (3, 3), 4: (2, 2)}
+TILES = {1: (4, 4), 2: (3, 3), 4: (2, 2)}
 
 
-class DecodeScore:
+class DecodeScore(IndexTile):
     """One variant of the kernel."""
 
     def __init__(self, query, key, tiles):
-        self.query, self.key, self.tiles = query, key, tiles
-        self.fp8 = key == "e4m3"
-        self.normalise = self.fp8 and query == "bf16"
-        self.mma_kind = "bf16" if key == "bf16" else "f16"
-        self.columns = 8 * tiles
-        self.chunks = 2 if self.fp8 else 4  # 16-byte chunks of a key, a thread
-        self.words = 2 * 4 * self.chunks  # of a slab, a thread
+        super().__init__(query, key, tiles, slabs=BLOCK // WARPS // SLAB)
         self.ctas_per_sm = TILES[tiles][1 if self.fp8 else 0]
         # Shared memory: two buffers of each warp's maxima, then the columns' scales.
         self.buffer_bytes = WARPS * self.columns * 4
         self.scales_at = 2 * self.buffer_bytes
         self.dynamic_smem = self.scales_at + self.columns * 4
-
-    # ---- straight-line parts
-
-    def load_query(self, row, ok, t):
-        """16 words: 2 s and 2 s + 1 are the pairs b0 and b1 of MMA step s."""
-        if self.fp8:  # 16 dims of an fp8 chunk are two chunks of the query
-            offsets = [t * 32, t * 32 + 16, t * 32 + 128, t * 32 + 144]
-        else:
-            offsets = [t * 16 + 64 * i for i in range(4)]
-        return [w for offset in offsets for w in ptx.stream_16_bytes_if(row + Int64(offset), ok)]
-
-    def to_fp16(self, words):
-        """A bf16 row, spread over four neighbouring threads, times a power of two, as fp16; and what undoes the
-        factor."""
-        largest = Int32(0)
-        for w in words:
-            for magnitude in (w & 0x7FFF, (w >> 16) & 0x7FFF):
-                finite = ptx.select(magnitude < 0x7F80, magnitude, Int32(0))
-                largest = ptx.select(finite > largest, finite, largest)
-        for distance in (1, 2):
-            other = ptx.shuffle_xor(largest, distance)
-            largest = ptx.select(other > largest, other, largest)
-        # The largest element becomes 2^14 .. 2^15, unless it is so small that the factor would leave fp32.
-        exponent = Int32(141) - (largest >> 7)
-        exponent = ptx.select(exponent > 126, Int32(126), exponent)
-        factor = ptx.f32_from_bits((exponent + 127) << 23)
-        halves = []
-        for w in words:
-            low, high = ptx.unpack_bf16(w)
-            halves.append(ptx.pack_fp16(low * factor, high * factor))
-        return halves, ptx.f32_from_bits((Int32(127) - exponent) << 23)
-
-    def operands(self, slabs, which):
-        """The A operands of the eight MMA steps of slab 0 or 1."""
-        at = lambda half, i, j: slabs[((2 * which + half) * self.chunks + i) * 4 + j]
-        steps = []
-        for i in range(self.chunks):
-            if self.fp8:
-                for j in range(4):
-                    low, high = mma.widen_e4m3(at(0, i, j)), mma.widen_e4m3(at(1, i, j))
-                    steps.append([low[0], high[0], low[1], high[1]])
-            else:
-                for j in (0, 2):
-                    steps.append([at(0, i, j), at(1, i, j), at(0, i, j + 1), at(1, i, j + 1)])
-        return steps
-
-    def score_slab(self, slabs, which, query, best, ends, first, g):
-        """best[2n + c] = max(best, score of keys g, g + 8 of slab 0 or 1 in column 2t + c of tile n); `first`: its
-        first token."""
-        steps = self.operands(slabs, which)
-        for n in range(self.tiles):
-            even, odd = [Float32(0.0)] * 4, [Float32(0.0)] * 4  # two chains: half the latency
-            for s in range(0, 8, 2):
-                at = n * 16 + 2 * s
-                even = mma.mma(even, steps[s], query[at], query[at + 1], self.mma_kind)
-                odd = mma.mma(odd, steps[s + 1], query[at + 2], query[at + 3], self.mma_kind)
-            for c in range(2):
-                visible = ends[2 * n + c] - first
-                for half in range(2):
-                    score = even[2 * half + c] + odd[2 * half + c]
-                    score = ptx.select(visible > g + 8 * half, score, Float32(NEG_INF))
-                    best[2 * n + c] = ptx.maximum(best[2 * n + c], score)
-
-    def reduce_rows(self, best):
-        """Maxima over the eight g of a warp, in every thread."""
-        result = []
-        for i in range(2 * self.tiles):
-            x = best[i]
-            for distance in (4, 8, 16):
-                x = ptx.maximum(x, ptx.shuffle_xor_f32(x, distance))
-            result.append(x)
-        return result
 
     def fold_warps(self, buffer, lane):
         values = [smem.load_f32(buffer + (w * self.columns + lane) * 4) for w in range(WARPS)]
@@ -216,14 +129,14 @@ class DecodeScore:
         start, stop, kv_len, page, next_page = self.load_lengths_and_pages(*places)
 
         query = cute.make_rmem_tensor(cute.make_layout(16 * self.tiles), Int32)
-        slabs = cute.make_rmem_tensor(cute.make_layout(2 * self.words), Int32)
-        best = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), Float32)
-        ends = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), Int32)
+        keys = cute.make_rmem_tensor(cute.make_layout(self.words), Int32)
+        best = cute.make_rmem_tensor(cute.make_layout(self.tiles), Float32)
+        ends = cute.make_rmem_tensor(cute.make_layout(self.tiles), Int32)
 
         kv_len = ptx.clamp(kv_len, Int32(0), table_width << page_shift)
         own_key = index_k + Int64(g + in_page) * k_token_stride + Int64(t * 16)
         first_token = split * BLOCK + mine
-        self.request_keys(slabs, own_key, page, num_pages, k_page_stride, k_token_stride, kv_len - first_token, g)
+        self.request_page(keys, own_key, page, num_pages, k_page_stride, k_token_stride, kv_len - first_token, g)
 
         start = ptx.clamp(start, Int32(0), num_tokens)
         stop = ptx.clamp(stop, start, num_tokens)
@@ -236,7 +149,10 @@ class DecodeScore:
         for group in cutlass.range(first_group, groups, group_step, unroll=1):
             column0 = group * self.columns
             own_rows = (index_q, q_token_stride, q_head_stride, start)
-            self.load_queries(query, ends, base, own_rows, columns, column0, num_heads, first_end, thread)
+            scales = self.load_queries(query, ends, own_rows, columns, column0, num_heads, first_end, lane, page_shift >> 3)
+            if cutlass.const_expr(self.normalise):
+                at = base + self.scales_at + self.column_of(lane) * 4
+                smem.store_f32_if(at, self.scale_of(scales, lane), Int32((warp == 0) & self.holds_column(lane)))
             # The column whose scores this lane writes.
             column = column0 + lane
             in_request = ptx.divide_u32(column, num_heads)
@@ -253,16 +169,16 @@ class DecodeScore:
                 entry += entry_step
                 later_page = self.load_page(table, entry, table_width, real)
                 shown = ptx.select((page >= 0) & (page < num_pages), token, Int32(MASKED))
-                for j in cutlass.range_constexpr(2 * self.tiles):
+                for j in cutlass.range_constexpr(self.tiles):
                     best[j] = Float32(NEG_INF)
-                self.score_slab(slabs, 0, query, best, ends, shown, g)
-                self.score_slab(slabs, 1, query, best, ends, shown + SLAB, g)
+                for slab in range(self.slabs):
+                    self.score_slab(keys, slab, query, best, ends, shown + slab * SLAB, t)
                 left = kv_len - token - splits * BLOCK
-                self.request_keys(slabs, own_key, next_page, num_pages, k_page_stride, k_token_stride, left, g)
-                maxima = self.reduce_rows(best)
+                self.request_page(keys, own_key, next_page, num_pages, k_page_stride, k_token_stride, left, g)
+                maximum = self.reduce_columns(best, lane)
                 buffer = base + (i & 1) * self.buffer_bytes
-                if lane < 4:
-                    self.share(buffer + (warp * self.columns + 2 * t) * 4, maxima)
+                if self.holds_column(lane):
+                    smem.store_f32(buffer + (warp * self.columns + self.column_of(lane)) * 4, maximum)
                 ptx.barrier()
                 if warp == (i & (WARPS - 1)):  # the warps take turns
                     if writes:
@@ -283,8 +199,8 @@ class DecodeScore:
                 page = self.load_page(table, first_entry, table_width, real)
                 entry = first_entry + entry_step
                 next_page = self.load_page(table, entry, table_width, real)
-                self.request_keys(
-                    slabs, own_key, page, num_pages, k_page_stride, k_token_stride, kv_len - first_token, g
+                self.request_page(
+                    keys, own_key, page, num_pages, k_page_stride, k_token_stride, kv_len - first_token, g
                 )
 
     # ---- parts with addresses
@@ -307,41 +223,11 @@ class DecodeScore:
     def load_page(self, table, entry, table_width, real):
         return ptx.load_i32_if(table + Int64(entry) * 4, real & Int32(entry < table_width), -1)
 
-    def request_keys(self, slabs, own_key, page, num_pages, page_stride, token_stride, left, g):
+    def request_page(self, keys, own_key, page, num_pages, page_stride, token_stride, left, g):
         """Issue the loads of this warp's 32 keys on `page`, of which `left` lie before the end; the others become
         zero."""
         left = ptx.select((page >= 0) & (page < num_pages), left, Int32(0))
-        row = own_key + Int64(page) * page_stride
-        for half in range(4):
-            ok = Int32(left > g + 8 * half)
-            for i in range(self.chunks):
-                words = ptx.stream_16_bytes_if(row + 64 * i, ok)
-                for j in range(4):
-                    slabs[(half * self.chunks + i) * 4 + j] = words[j]
-            if half < 3:
-                row = row + token_stride * 8
-
-    def load_queries(self, query, ends, base, rows, columns, column0, num_heads, first_end, thread):
-        index_q, token_stride, head_stride, start = rows
-        lane = thread & 31
-        g, t = lane >> 2, lane & 3
-        for n in range(self.tiles):
-            column = column0 + 8 * n + g
-            token = ptx.divide_u32(column, num_heads)
-            row = index_q + Int64(start + token) * token_stride + Int64(column - token * num_heads) * head_stride
-            words = self.load_query(row, Int32(column < columns), t)
-            if self.normalise:
-                words, scale = self.to_fp16(words)
-                smem.store_f32_if(base + self.scales_at + (8 * n + g) * 4, scale, Int32((thread < 32) & (t == 0)))
-            for i in range(16):
-                query[16 * n + i] = words[i]
-            for c in range(2):
-                ends[2 * n + c] = first_end + ptx.divide_u32(column0 + 8 * n + 2 * t + c, num_heads)
-
-    def share(self, address, maxima):
-        for n in range(self.tiles):
-            for c in range(2):
-                smem.store_f32(address + (8 * n + c) * 4, maxima[2 * n + c])
+        self.request_keys(keys, own_key + Int64(page) * page_stride, token_stride, left, g)
 
     @cute.jit
     def entry(

@@ -100,6 +100,7 @@ class Store:
         kv_convert: Int32,
         index_convert: Int32,
     ):
+        ptx.let_next_kernel_start()  # it waits for this one, which waits for all before
         thread, _, _ = cute.arch.thread_idx()
         group, row, _ = cute.arch.block_idx()
         lane = thread % LANES
@@ -122,7 +123,6 @@ class Store:
         scale_stride = pick(k_scale_stride, v_scale_stride, Int32(0))
 
         ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
         if token < num_tokens:
             source = rows + Int64(token) * token_stride + Int64(lane * CHUNK)
             words = [ptx.stream_16_bytes_if(source + i * LANES * CHUNK, Int32(i < chunks)) for i in range(MOST_CHUNKS)]

@@ -35,7 +35,6 @@ from shared import ptx, select, smem
 from shared.program import Program
 
 BLOCK = 128
-NONE_SCORE = "0fFF800000"
 REQUEST_LOADS = 4  # in flight: up to 128 requests are one latency
 
 # name -> (warps of a row, scores of a lane and piece, rows of a CTA). The launch takes the first whose rows are wide
@@ -53,26 +52,6 @@ class TopK:
         # Per warp its list and the scratch of the selection.
         self.scratch_at = warps * rows * select.LIST_BYTES
         self.dynamic_smem = 2 * self.scratch_at
-
-    def load_keys(self, keys, ids, row, first, last, local_from, init, lane):
-        """Ids and keys of the blocks first .. first + piece - 1 below `last` into the slots 1 ..; slot 0 is the
-        list's."""
-        for j in range(1, self.slots + 1):
-            ids[j] = first + (j - 1) * 32 + lane
-        inside = [ids[j] < last for j in range(1, self.slots + 1)]
-        scores = [
-            ptx.load_f32_coherent_if(row + Int64(ids[1 + j]) * 4, Int32(inside[j]), NONE_SCORE)
-            for j in range(self.slots)
-        ]
-        for j in range(self.slots):
-            block = ids[1 + j]
-            key = ptx.select((block >= local_from) | (block < init), Int32(select.FORCED), select.key_of(scores[j]))
-            keys[1 + j] = ptx.select(inside[j], key, Int32(select.NONE))
-
-    def load_lists(self, keys, ids, base, lane):
-        """Slot j = the list of warp j."""
-        for j in range(self.warps):
-            keys[j], ids[j] = smem.load_i32x2(base + j * select.LIST_BYTES + lane * select.PAIR)
 
     @cute.kernel
     def kernel(
@@ -95,6 +74,7 @@ class TopK:
         local_blocks: Int32,
         init_blocks: Int32,
     ):
+        ptx.let_next_kernel_start()  # it waits for this one, which waits for all before
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         lane = thread & 31
@@ -129,7 +109,6 @@ class TopK:
         ids = cute.make_rmem_tensor(cute.make_layout(self.slots + 1), Int32)
 
         ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
         if n <= topk:  # all candidates; no score is read
             if (warp < self.rows) & real & (lane < topk):
                 ptx.store_words(out_row + Int64(lane) * out_slot_stride, [ptx.select(lane < n, lane, Int32(-1))])
@@ -142,14 +121,14 @@ class TopK:
             smem.store_i32x2(own_list + lane * select.PAIR, Int32(select.NONE), Int32(-1))
             ptx.warp_barrier()
             for first in cutlass.range(begin, last, self.piece, unroll=1):
-                self.load_keys(keys, ids, score_row, first, last, local_from, init_blocks, lane)
+                select.load_piece(keys, ids, self.slots, score_row, first, last, local_from, init_blocks, lane)
                 keys[0], ids[0] = smem.load_i32x2(own_list + lane * select.PAIR)
                 select.select_largest(keys, ids, self.slots + 1, topk, own_list, scratch, lane)
             if cutlass.const_expr(self.warps > 1):
                 ptx.barrier()
             if warp < self.rows:  # of a row with several warps, the first
                 if cutlass.const_expr(self.warps > 1):
-                    self.load_lists(keys, ids, base, lane)
+                    select.load_lists(keys, ids, self.warps, base, lane)
                     select.select_largest(keys, ids, self.warps, topk, own_list, scratch, lane)
                 chosen = smem.load_i32x2(own_list + lane * select.PAIR)
                 if lane < topk:

@@ -12,7 +12,7 @@ answer is.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from shared import ptx, smem
 
@@ -20,6 +20,7 @@ NONE = -(1 << 31)
 FORCED = (1 << 31) - 1
 PAIR = 8  # bytes of a list entry
 LIST_BYTES = 32 * PAIR
+NONE_SCORE = "0fFF800000"
 
 
 def key_of(score):
@@ -74,6 +75,25 @@ def write_list(keys, ids, slots, k, kth, list_address, lane):
         taken = taken + ptx.count_bits(won)
         smem.store_i32x2_if(list_address + place * PAIR, keys[j], ids[j], Int32(wins))
     smem.store_i32x2_if(list_address + lane * PAIR, Int32(NONE), Int32(-1), Int32(lane >= taken))
+
+
+def load_piece(keys, ids, slots, row, first, last, local_from, init, lane):
+    """Ids and keys of the blocks first .. first + 32 * slots - 1 below `last` of a row of scores into the slots 1 ..; slot 0
+    is the list's."""
+    for j in range(1, slots + 1):
+        ids[j] = first + (j - 1) * 32 + lane
+    inside = [ids[j] < last for j in range(1, slots + 1)]
+    scores = [ptx.load_f32_coherent_if(row + Int64(ids[1 + j]) * 4, Int32(inside[j]), NONE_SCORE) for j in range(slots)]
+    for j in range(slots):
+        block = ids[1 + j]
+        key = ptx.select((block >= local_from) | (block < init), Int32(FORCED), key_of(scores[j]))
+        keys[1 + j] = ptx.select(inside[j], key, Int32(NONE))
+
+
+def load_lists(keys, ids, count, base, lane):
+    """Slot j = the list of warp j."""
+    for j in range(count):
+        keys[j], ids[j] = smem.load_i32x2(base + j * LIST_BYTES + lane * PAIR)
 
 
 @cute.jit

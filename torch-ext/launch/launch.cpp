@@ -71,7 +71,7 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-CUkernel prepare(const Image& image, int device, unsigned cluster) {
+CUkernel prepare(const Image& image, int device) {
   Loaded& state = loaded[image.id];
   const std::uint64_t bit = std::uint64_t{1} << device;
   if (state.ready_devices.load(std::memory_order_acquire) & bit) return state.kernel;
@@ -90,7 +90,8 @@ CUkernel prepare(const Image& image, int device, unsigned cluster) {
     set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(image.dynamic_smem));
     set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
   }
-  if (cluster > 8) set(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
+  // Of a kernel whose launches choose their cluster, the first one need not have the largest.
+  set(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
   state.ready_devices.fetch_or(bit, std::memory_order_release);
   return state.kernel;
 }
@@ -142,7 +143,7 @@ int multiprocessors(int device) {
 
 void run(const Image& image, Grid grid, int device, void** params, Options options) {
   CurrentContext context(ordinal(device));
-  CUkernel kernel = prepare(image, ordinal(device), options.cluster);
+  CUkernel kernel = prepare(image, ordinal(device));
   CUlaunchConfig config{};
   config.gridDimX = grid.x;
   config.gridDimY = grid.y;
