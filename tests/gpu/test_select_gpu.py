@@ -1,4 +1,8 @@
-"""block_scores and select_blocks on a GPU: decode_score and topk through the launcher."""
+"""block_scores and select_blocks on a GPU: decode_score, topk and decode_select through the launcher.
+
+Who asks for the scores gets two launches; without them a batch of eight requests and more is one launch of decode_select.
+`run` compares the two.
+"""
 
 import pytest
 import torch
@@ -97,9 +101,11 @@ def assert_selection(ids, scores, tensors, lengths, local=1, init=0):
     assert torch.equal(ids, want), f"first wrong row {(ids != want).any(-1).nonzero()[0].tolist()}"
 
 
-def run(tensors, lengths, **options):
+def run(tensors, lengths, out=None, **options):
     with m3_sparse.backend("aot"):
-        return m3_sparse.select_blocks(*tensors, **lengths, return_scores=True, **options)
+        ids, scores = m3_sparse.select_blocks(*tensors, **lengths, return_scores=True, out=out, **options)
+        assert torch.equal(m3_sparse.select_blocks(*tensors, **lengths, **options), ids)
+    return ids, scores
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
@@ -114,8 +120,6 @@ def test_against_float64_and_exact_selection(dtypes, page, heads):
         ids, again = run(tensors, lengths)
         assert torch.equal(scores, again)
         assert_selection(ids, scores, tensors, lengths)
-        with m3_sparse.backend("aot"):
-            assert torch.equal(m3_sparse.select_blocks(*tensors, **lengths), ids)
 
 
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[2]], ids=["bf16", "fp8"])
@@ -129,6 +133,20 @@ def test_long_rows(dtypes, kv_len):
     assert ((scores.double() - want).abs()[seen] <= 2.0**-16 * bound[seen]).all()
 
 
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+@pytest.mark.parametrize("q_len", [1, 3, 8, 16])
+def test_ragged_batches_of_long_rows(dtypes, q_len):
+    """Rows of one piece and of several, beside requests that have nothing to score."""
+    kv_lens = [40_000, 1, 2048, 2049, 32_768, 32_769, 0, 70_000, 300, 9000, 3000]
+    for page in (64, 128):
+        tensors, lengths = make([q_len] * 11, kv_lens, 4, page, dtypes, seed=q_len, pad_rows=1)
+        for options in ({}, {"topk": 32, "local_blocks": 3, "init_blocks": 2}, {"topk": 4, "local_blocks": 0}):
+            ids, scores = run(tensors, lengths, **options)
+            assert_selection(
+                ids, scores, tensors, lengths, options.get("local_blocks", 1), options.get("init_blocks", 0)
+            )
+
+
 @pytest.mark.parametrize("batch", [1, 3, 17, 128, 1025])
 def test_batches(batch):
     kv_lens = [(i * 37) % 700 + (i % 3 == 0) * 1500 for i in range(batch)]
@@ -139,25 +157,26 @@ def test_batches(batch):
     assert_scores(scores, tensors, lengths)
 
 
-def crafted(values, topk_tokens=1):
+def crafted(values, batch):
     """A cache whose block scores are exactly `values` [blocks] (bf16 numbers): dim 0 carries them, the query is
-    one-hot."""
+    one-hot. All requests have the same pages."""
     blocks = values.numel()
     keys = torch.zeros(blocks, 128, 128, dtype=torch.bfloat16, device=DEVICE)
     keys[:, :, 0] = values.to(torch.bfloat16)[:, None]
-    query = torch.zeros(1, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    query = torch.zeros(batch, 4, 128, dtype=torch.bfloat16, device=DEVICE)
     query[..., 0] = 1
-    table = torch.arange(blocks, dtype=torch.int32, device=DEVICE)[None]
+    table = torch.arange(blocks, dtype=torch.int32, device=DEVICE)[None].repeat(batch, 1)
     lengths = {
-        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
-        "seqused_k": torch.tensor([blocks * 128], dtype=torch.int32, device=DEVICE),
+        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=DEVICE),
+        "seqused_k": torch.full((batch,), blocks * 128, dtype=torch.int32, device=DEVICE),
     }
     return (query, keys, table), lengths
 
 
 @pytest.mark.parametrize("blocks", [17, 33, 256, 257, 1000, 2048, 3000, 8192, 16384])
 @pytest.mark.parametrize("kind", ["equal", "ties", "rising", "falling", "special", "far", "one lane", "minus infinity"])
-def test_ties_and_special_scores(kind, blocks):
+@pytest.mark.parametrize("batch", [1, 8])
+def test_ties_and_special_scores(kind, blocks, batch):
     generator = torch.Generator(device=DEVICE).manual_seed(blocks)
     values = torch.randn(blocks, device=DEVICE, generator=generator)
     if kind == "equal":
@@ -179,7 +198,7 @@ def test_ties_and_special_scores(kind, blocks):
     elif kind == "minus infinity":
         values.fill_(-torch.inf)
         values[blocks // 2] = 1
-    tensors, lengths = crafted(values)
+    tensors, lengths = crafted(values, batch)
     for topk, local, init in ((16, 1, 0), (4, 0, 0), (8, 2, 1), (32, 3, 5), (16, 16, 0), (1, 1, 0), (17, 0, 4)):
         ids, scores = run(tensors, lengths, topk=topk, local_blocks=local, init_blocks=init)
         assert_selection(ids, scores, tensors, lengths, local, init)
@@ -266,7 +285,9 @@ def test_wrong_lengths_offsets_and_pages_stay_inside():
             torch.rand(table.shape, device=DEVICE, generator=generator) < 0.5, table, noise(table.shape)
         )
         lengths = {name: noise(x.shape) for name, x in lengths.items()}
-        ids, _ = run((query, keys, table), lengths)
+        with m3_sparse.backend("aot"):
+            ids, _ = m3_sparse.select_blocks(query, keys, table, **lengths, return_scores=True)
+            m3_sparse.select_blocks(query, keys, table, **lengths)
         assert ((ids >= -1) & (ids < table.shape[1])).all() or ids.numel() == 0
     torch.cuda.synchronize()
 
@@ -289,56 +310,88 @@ def test_offsets_beyond_32_bits(dtype, pages):
     assert scores.tolist() == [[[128.0, 256.0, 384.0, 0.0, 0.0]]]
 
 
-def test_graph_replay_follows_lengths_and_pages():
-    tensors, lengths = make([2] * 6, [4000] * 6, seed=25)
+@pytest.mark.parametrize("batch", [6, 9])
+def test_graph_replay_follows_lengths_and_pages(batch):
+    tensors, lengths = make([2] * batch, [4000] * batch, seed=25)
     query, keys, table = tensors
     with m3_sparse.backend("aot"):
         m3_sparse.select_blocks(*tensors, **lengths)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ids, scores = m3_sparse.select_blocks(*tensors, **lengths, return_scores=True)
+            without = m3_sparse.select_blocks(*tensors, **lengths)
     keys.copy_(torch.randn_like(keys))
     for seed in range(8):
         generator = torch.Generator(device=DEVICE).manual_seed(seed)
-        lengths["seqused_k"].copy_(torch.randint(0, 4001, (6,), device=DEVICE, generator=generator))
+        lengths["seqused_k"].copy_(torch.randint(0, 4001, (batch,), device=DEVICE, generator=generator))
         table.copy_(torch.randint(0, keys.shape[0], table.shape, device=DEVICE, generator=generator))
         query.copy_(torch.randn(query.shape, device=DEVICE, generator=generator))
         ids.fill_(-9)
+        without.fill_(-9)
         scores.fill_(torch.nan)
         graph.replay()
+        assert torch.equal(without, ids)
         assert_selection(ids, scores, tensors, lengths)
         assert_scores(scores, tensors, lengths)
 
 
-def test_selection_after_a_store_sees_the_new_keys():
+@pytest.mark.parametrize("batch", [4, 12])
+def test_selection_after_a_store_sees_the_new_keys(batch):
     """The launches overlap; the scoring must wait for the store before it, and the top-k for the scoring."""
-    tensors, lengths = make([1] * 4, [2048] * 4, seed=26, poison=False)
+    tensors, lengths = make([1] * batch, [2304] * batch, seed=26, poison=False)
     query, keys, table = tensors
-    slots = (table[:, 15].long() * 128 + 127).contiguous()
+    slots = (table[:, 8].long() * 128 + 127).contiguous()
     k_cache = torch.zeros(1, 1, 128, 128, dtype=torch.bfloat16, device=DEVICE).expand(keys.shape[0], 1, 128, 128)
     k_cache = k_cache.contiguous()
     v_cache = torch.zeros_like(k_cache)
-    row = torch.zeros(4, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    row = torch.zeros(batch, 1, 128, dtype=torch.bfloat16, device=DEVICE)
     with m3_sparse.backend("aot"):
         for i in range(200):
             new = query[:, 0] * (i + 1)
             m3_sparse.store_kv(row, row, new, k_cache, v_cache, keys, slots)
+            without = m3_sparse.select_blocks(*tensors, **lengths)
+            m3_sparse.store_kv(row, row, new, k_cache, v_cache, keys, slots)
             ids, scores = m3_sparse.select_blocks(*tensors, **lengths, return_scores=True)
             if i % 50 == 49:
+                assert torch.equal(without, ids)
                 assert_scores(scores, tensors, lengths)
                 assert_selection(ids, scores, tensors, lengths)
 
 
-def test_outputs_are_written_whole_and_nothing_else():
-    tensors, lengths = make([1, 3, 0, 2], [500, 2300, 7, 4000], seed=27, pad_rows=3)
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_outputs_are_written_whole_and_nothing_else(repeat):
+    tensors, lengths = make([1, 3, 0, 2] * repeat, [500, 2300, 7, 4000] * repeat, seed=27, pad_rows=3)
     rows = tensors[0].shape[0]
     buffer = torch.full((rows + 4, 4, 40), -77, dtype=torch.int32, device=DEVICE)
     out = buffer[2:-2, :, 1:33:2]
     ids, scores = run(tensors, lengths, out=out)
     assert_selection(ids, scores, tensors, lengths)
     assert (ids[-3:] == -1).all() and (scores[-3:] == -torch.inf).all()
+    wanted = ids.clone()
     out.fill_(-77)
     assert (buffer == -77).all()
+    with m3_sparse.backend("aot"):
+        m3_sparse.select_blocks(*tensors, **lengths, out=out)
+    assert torch.equal(out, wanted)
+    out.fill_(-77)
+    assert (buffer == -77).all()
+
+
+def test_clusters_on_two_streams():
+    """Nothing is shared between calls that run at the same time."""
+    problems = [make([1] * 16, [3000 + 700 * i for i in range(16)], seed=40 + i) for i in range(2)]
+    wanted = [run(*problem)[0] for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    got = [[], []]
+    with m3_sparse.backend("aot"):
+        for _ in range(50):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    got[i].append(m3_sparse.select_blocks(*problems[i][0], **problems[i][1]))
+    torch.cuda.synchronize()
+    for i in range(2):
+        assert all(torch.equal(ids, wanted[i]) for ids in got[i])
 
 
 def test_opcheck():
