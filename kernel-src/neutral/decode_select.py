@@ -10,9 +10,7 @@ Tile picture
     scan    A warp takes whole blocks, warp * ranks + rank first, then every (warps * ranks)-th, a step of 32 (16-bit) or
             64 (fp8) keys at a time: 8 KiB, 64 registers of a thread (shared/index_tile.py). The next step's keys are
             requested as soon as this step's have been used. Nothing is shared between warps: no barrier in the scan.
-    top-k   Scores go through global memory (L2) and one cluster barrier. Rows of at most 256 blocks: a warp a row;
-            longer ones: a CTA a row, each warp a contiguous share in pieces of 256, then the first warp selects among
-            the lists (shared/select.py).
+    top-k   Scores go through global memory (L2) and one cluster barrier, then a CTA takes a row (shared/select.py).
 
 Order
     A score depends on its column and block only, and selection is exact: ids do not depend on the cluster or the batch,
@@ -42,8 +40,7 @@ HALF = BLOCK // 2  # a page of 64 tokens
 CTAS_PER_SM = 2
 # Columns / 8 -> warps of a CTA, two of which fit the registers of an SM.
 TILES = {1: 8, 2: 6, 4: 4}
-SLOTS = 8  # scores of a lane and piece
-PIECE = 32 * SLOTS
+SLOTS = 4  # scores of a lane in the selection
 # Up to this batch the first keys are fetched ahead: there is one wave of CTAs, and their start is a good part of the time.
 WARM_REQUESTS = 32
 
@@ -57,9 +54,7 @@ class DecodeSelect(IndexTile):
         self.threads = 32 * self.warps
         self.step_keys = SLAB * self.slabs
         self.steps = HALF // self.step_keys
-        # Per warp its list and the scratch of the selection.
-        self.scratch_at = self.warps * select.LIST_BYTES
-        self.dynamic_smem = 2 * self.scratch_at
+        self.dynamic_smem = select.row_bytes(self.warps)
 
     # ---- straight-line parts
 
@@ -73,54 +68,6 @@ class DecodeSelect(IndexTile):
         left = ptx.select((page >= 0) & (page < num_pages), end - token, Int32(0))
         row = own_key + Int64(page) * page_stride + Int64(token & page_mask) * token_stride
         self.request_keys(keys, row, token_stride, left, g)
-
-    # ---- top-k
-
-    @cute.jit
-    def select_row(
-        self,
-        out_row: Int64,
-        out_slot_stride: Int64,
-        score_row: Int64,
-        n: Int32,  # candidates
-        topk: Int32,
-        local_from: Int32,
-        init_blocks: Int32,
-        base: Int32,
-        warp: Int32,
-        lane: Int32,
-        part: Int32,  # of the warps that work on this row together,
-        parts: Int32,  # 1 or all of the CTA
-    ):
-        own_list = base + warp * select.LIST_BYTES
-        scratch = base + self.scratch_at + warp * select.LIST_BYTES
-        slots = max(SLOTS + 1, self.warps)
-        if n <= topk:  # all candidates; no score is read
-            if (part == 0) & (lane < topk):
-                ptx.store_words(out_row + Int64(lane) * out_slot_stride, [ptx.select(lane < n, lane, Int32(-1))])
-        else:
-            keys = cute.make_rmem_tensor(cute.make_layout(slots), Int32)
-            ids = cute.make_rmem_tensor(cute.make_layout(slots), Int32)
-            pieces = (n + (PIECE - 1)) // PIECE
-            share = ptx.divide_u32(pieces + (parts - 1), parts) * PIECE
-            begin = part * share
-            last = ptx.select(begin + share < n, begin + share, n)
-            smem.store_i32x2(own_list + lane * select.PAIR, Int32(select.NONE), Int32(-1))
-            ptx.warp_barrier()
-            for first in cutlass.range(begin, last, PIECE, unroll=1):
-                select.load_piece(keys, ids, SLOTS, score_row, first, last, local_from, init_blocks, lane)
-                keys[0], ids[0] = smem.load_i32x2(own_list + lane * select.PAIR)
-                select.select_largest(keys, ids, SLOTS + 1, topk, own_list, scratch, lane)
-            if parts > 1:
-                ptx.barrier()
-                if part == 0:
-                    select.load_lists(keys, ids, self.warps, base, lane)
-                    select.select_largest(keys, ids, self.warps, topk, own_list, scratch, lane)
-            if (part == 0) & (lane < topk):
-                chosen = smem.load_i32x2(own_list + lane * select.PAIR)
-                ptx.store_words(out_row + Int64(lane) * out_slot_stride, [chosen[1]])
-            if parts > 1:
-                ptx.barrier()  # before the lists are used again
 
     # ---- the kernel
 
@@ -209,7 +156,9 @@ class DecodeSelect(IndexTile):
         for group in cutlass.range(first_group, groups, group_step, unroll=1):
             column0 = group * self.columns
             own_rows = (index_q, q_token_stride, q_head_stride, start)
-            scales = self.load_queries(query, ends, own_rows, columns, column0, num_heads, first_end, lane, page_shift >> 3)
+            scales = self.load_queries(
+                query, ends, own_rows, columns, column0, num_heads, first_end, lane, page_shift >> 3
+            )
             # The column whose scores this lane writes.
             column = column0 + own_column
             in_request = ptx.divide_u32(column, num_heads)
@@ -250,31 +199,33 @@ class DecodeSelect(IndexTile):
 
             smem.cluster_arrive()
             smem.cluster_wait()
-            # A warp a row, or a CTA a row.
-            alone = blocks <= PIECE
-            first_row = ptx.select(alone, first_block, rank)
-            row_step = ptx.select(alone, block_step, ranks)
-            part, parts = ptx.select(alone, Int32(0), warp), ptx.select(alone, Int32(1), Int32(self.warps))
             left = columns - column0
             rows = ptx.select(left < self.columns, left, Int32(self.columns))
-            for row in cutlass.range(first_row, rows, row_step, unroll=1):
+            for row in cutlass.range(rank, rows, ranks, unroll=1):
                 row_token = ptx.divide_u32(column0 + row, num_heads)
-                head = column0 + row - row_token * num_heads
+                head = Int64(column0 + row - row_token * num_heads)
+                row_token64 = Int64(start + row_token)
+                out_row = out + row_token64 * out_token_stride + head * out_head_stride
                 n = (ptx.clamp(first_end + row_token, Int32(0), kv_len) + (BLOCK - 1)) >> 7
-                self.select_row(
-                    out + Int64(start + row_token) * out_token_stride + Int64(head) * out_head_stride,
-                    out_slot_stride,
-                    scores + Int64(start + row_token) * scores_token_stride + Int64(head) * scores_head_stride,
-                    n,
-                    topk,
-                    n - local_blocks,
-                    init_blocks,
-                    base,
-                    warp,
-                    lane,
-                    part,
-                    parts,
-                )
+                if n <= topk:  # all candidates; no score is read
+                    if thread < topk:
+                        at = out_row + Int64(thread) * out_slot_stride
+                        ptx.store_words(at, [ptx.select(thread < n, thread, Int32(-1))])
+                else:
+                    select.select_row(
+                        out_row,
+                        out_slot_stride,
+                        scores + row_token64 * scores_token_stride + head * scores_head_stride,
+                        n,
+                        topk,
+                        n - local_blocks,
+                        init_blocks,
+                        SLOTS,
+                        self.warps,
+                        base,
+                        warp,
+                        lane,
+                    )
 
             if group + group_step < groups:  # more columns than the grid foresaw: over the same keys again
                 page = self.load_page(table, first_token, table_width, page_shift)

@@ -1,13 +1,16 @@
-"""Exact selection of the k largest of the keys that a warp holds, k <= 32. Straight-line for all but crowded inputs.
+"""Exact selection of the k largest keys of a row, k <= 32, by the warps of a CTA or by one warp.
 
-Keys are Int32 that order as the scores do. Key j of lane l has position 32 j + l; among equal keys the lower position
-wins, so positions must ascend with block ids. NONE marks an empty place, FORCED outranks every score. What is selected
-goes to a list in shared memory: 32 pairs (key, id) in order of position, NONE after the last.
+Keys are Int32 that order as the scores do. A key's position is its place in the order of block ids; among equal keys the
+lower position wins. NONE marks an empty place, FORCED outranks every score.
 
-How: the k-th largest of the 32 lane maxima is a lower bound of the k-th largest key that few keys reach (22 of 256 on
-average for k = 16). If they fit into the 32 lanes they are gathered, one a lane, and ranked against each other.
-Otherwise (many equal scores; k = 32) the k-th largest key is built bit by bit from counts. Both ways are exact, so the
-answer is.
+How: let every key belong to one of 32 classes. The k-th largest of the 32 class maxima is a lower bound of the k-th
+largest key that few keys reach (22 of a random row for k = 16). If they fit into the 32 lanes they are gathered in order
+of position, one a lane, and ranked against each other (`choose`: a CTA's warps share all of it; classes are lanes).
+Otherwise (many equal scores; k = 32), and for rows that do not fit into the registers of the CTA, each warp keeps a list
+of its k largest in shared memory and one warp selects among the lists (`select_largest`: classes are lanes, too). There
+the k-th largest of a crowd is built bit by bit from counts. All ways are exact, so the answer is.
+
+A list: 32 pairs (key, id) in order of position, NONE after the last.
 """
 
 import cutlass
@@ -77,23 +80,162 @@ def write_list(keys, ids, slots, k, kth, list_address, lane):
     smem.store_i32x2_if(list_address + lane * PAIR, Int32(NONE), Int32(-1), Int32(lane >= taken))
 
 
-def load_piece(keys, ids, slots, row, first, last, local_from, init, lane):
-    """Ids and keys of the blocks first .. first + 32 * slots - 1 below `last` of a row of scores into the slots 1 ..; slot 0
-    is the list's."""
-    for j in range(1, slots + 1):
-        ids[j] = first + (j - 1) * 32 + lane
-    inside = [ids[j] < last for j in range(1, slots + 1)]
-    scores = [ptx.load_f32_coherent_if(row + Int64(ids[1 + j]) * 4, Int32(inside[j]), NONE_SCORE) for j in range(slots)]
+def load_piece(keys, ids, slots, row, first, last, local_from, init, lane, skip=1):
+    """Ids and keys of the blocks first .. first + 32 * slots - 1 below `last` of a row of scores into the slots from `skip`
+    on."""
     for j in range(slots):
-        block = ids[1 + j]
+        ids[skip + j] = first + j * 32 + lane
+    inside = [ids[skip + j] < last for j in range(slots)]
+    scores = [
+        ptx.load_f32_coherent_if(row + Int64(ids[skip + j]) * 4, Int32(inside[j]), NONE_SCORE) for j in range(slots)
+    ]
+    for j in range(slots):
+        block = ids[skip + j]
         key = ptx.select((block >= local_from) | (block < init), Int32(FORCED), key_of(scores[j]))
-        keys[1 + j] = ptx.select(inside[j], key, Int32(NONE))
+        keys[skip + j] = ptx.select(inside[j], key, Int32(NONE))
 
 
 def load_lists(keys, ids, count, base, lane):
     """Slot j = the list of warp j."""
     for j in range(count):
         keys[j], ids[j] = smem.load_i32x2(base + j * LIST_BYTES + lane * PAIR)
+
+
+# ---- a CTA a row; `board`: shared memory of board_bytes(warps)
+
+
+def board_bytes(warps):
+    return warps * 32 * 4 * 2 + 64 + LIST_BYTES
+
+
+def share_counts(counts, x, warps, warp, lane, before):
+    """For x of this lane: how many of the 32 lanes' x are larger, or equal where `before` says that lower lanes win.
+    Each warp counts a part. `counts`: 128 bytes of shared memory a warp."""
+    each = -(-32 // warps)
+    mine = Int32(0)
+    for i in range(each):
+        other = warp * each + i
+        theirs = ptx.shuffle(x, other)
+        ahead = (theirs > x) | ((theirs == x) & (other < lane)) if before else theirs > x
+        mine = mine + Int32(ahead if 32 % warps == 0 else ahead & (other < 32))
+    smem.store_i32(counts + (warp * 32 + lane) * 4, mine)
+    ptx.barrier()
+    parts = [smem.load_i32(counts + (w * 32 + lane) * 4) for w in range(warps)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@cute.jit
+def choose(
+    keys: cute.Tensor,
+    ids: cute.Tensor,
+    slots: cutlass.Constexpr,
+    warps: cutlass.Constexpr,
+    k: Int32,
+    out: Int64,
+    out_stride: Int64,
+    board: Int32,
+    warp: Int32,
+    lane: Int32,
+):
+    """Writes the ids of the k largest, ascending, then -1, and returns 1; or 0, having written nothing, if too many keys
+    reach the bound. The slots of a warp and the warps are in order of position. All warps come here together."""
+    maxima, counts = board, board + warps * 128
+    totals, pairs = board + warps * 256, board + warps * 256 + 64
+    smem.store_i32(maxima + (warp * 32 + lane) * 4, largest_of(keys[j] for j in range(slots)))
+    ptx.barrier()
+    best = largest_of(smem.load_i32(maxima + (w * 32 + lane) * 4) for w in range(warps))
+    above = share_counts(counts, best, warps, warp, lane, before=False)
+    bound = ptx.warp_min(ptx.select(above < k, best, Int32(FORCED)))
+    bound = ptx.select(bound == NONE, Int32(NONE + 1), bound)
+    votes = [ptx.ballot(keys[j] >= bound) for j in range(slots)]
+    mine = Int32(0)
+    for j in cutlass.range_constexpr(slots):
+        mine = mine + ptx.count_bits(votes[j])
+    if lane == 0:
+        smem.store_i32(totals + warp * 4, mine)
+    ptx.barrier()
+    place, total = Int32(0), Int32(0)
+    for w in cutlass.range_constexpr(warps):
+        count = smem.load_i32(totals + w * 4)
+        place = place + ptx.select(warp > w, count, Int32(0))
+        total = total + count
+    fits = Int32(total <= 32)
+    if total <= 32:
+        below = ptx.lanes_below()
+        for j in cutlass.range_constexpr(slots):
+            at = pairs + (place + ptx.count_bits(votes[j] & below)) * PAIR
+            smem.store_i32x2_if(at, keys[j], ids[j], Int32(keys[j] >= bound))
+            place = place + ptx.count_bits(votes[j])
+        ptx.barrier()
+        pair = smem.load_i32x2(pairs + lane * PAIR)
+        key = ptx.select(lane < total, pair[0], Int32(NONE))
+        rank = share_counts(counts, key, warps, warp, lane, before=True)
+        if warp == 0:
+            wins = (lane < total) & (rank < k)
+            won = ptx.ballot(wins)
+            if wins:
+                ptx.store_words(out + Int64(ptx.count_bits(won & below)) * out_stride, [pair[1]])
+            if (lane >= ptx.count_bits(won)) & (lane < k):
+                ptx.store_words(out + Int64(lane) * out_stride, [Int32(-1)])
+    return fits
+
+
+@cute.jit
+def select_row(
+    out: Int64,
+    out_stride: Int64,
+    scores: Int64,
+    n: Int32,  # candidates, more than k
+    k: Int32,
+    local_from: Int32,
+    init: Int32,
+    slots: cutlass.Constexpr,
+    warps: cutlass.Constexpr,
+    base: Int32,  # row_bytes(warps) of shared memory
+    warp: Int32,
+    lane: Int32,
+):
+    """The whole selection of a row by all warps of a CTA, which end at a barrier."""
+    board = base + 2 * warps * LIST_BYTES
+    own_list, scratch = base + warp * LIST_BYTES, base + (warps + warp) * LIST_BYTES
+    keys = cute.make_rmem_tensor(cute.make_layout(max(slots + 1, warps)), Int32)
+    ids = cute.make_rmem_tensor(cute.make_layout(max(slots + 1, warps)), Int32)
+    chosen = Int32(0)
+    if n <= 32 * slots * warps:
+        share = ((n + (32 * warps - 1)) // (32 * warps)) * 32
+        last = ptx.minimum_i32(warp * share + share, n)
+        load_piece(keys, ids, slots, scores, warp * share, last, local_from, init, lane, skip=0)
+        chosen = choose(keys, ids, slots, warps, k, out, out_stride, board, warp, lane)
+    if chosen == 0:
+        # Contiguous shares in whole pieces; the list so far is slot 0 of the next piece.
+        piece = 32 * slots
+        share = ((n + (piece * warps - 1)) // (piece * warps)) * piece
+        begin = warp * share
+        last = ptx.minimum_i32(begin + share, n)
+        smem.store_i32x2(own_list + lane * PAIR, Int32(NONE), Int32(-1))
+        ptx.warp_barrier()
+        for first in cutlass.range(begin, last, piece, unroll=1):
+            load_piece(keys, ids, slots, scores, first, last, local_from, init, lane)
+            keys[0], ids[0] = smem.load_i32x2(own_list + lane * PAIR)
+            select_largest(keys, ids, slots + 1, k, own_list, scratch, lane)
+        ptx.barrier()
+        if warp == 0:
+            load_lists(keys, ids, warps, base, lane)
+            select_largest(keys, ids, warps, k, own_list, scratch, lane)
+            pair = smem.load_i32x2(own_list + lane * PAIR)
+            if lane < k:
+                ptx.store_words(out + Int64(lane) * out_stride, [pair[1]])
+    ptx.barrier()
+
+
+def row_bytes(warps):
+    return 2 * warps * LIST_BYTES + board_bytes(warps)
+
+
+# ---- one warp
 
 
 @cute.jit

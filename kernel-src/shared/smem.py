@@ -47,6 +47,10 @@ def store_f32_if(a, x, ok):
     asm("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "", "rfr", [a, x, ok])
 
 
+def store_i32(a, x):
+    asm("st.shared.b32 [$0], $1;", "", "rr", [a, x])
+
+
 def store_i32x2(a, x, y):
     asm("st.shared.v2.b32 [$0], {$1, $2};", "", "rrr", [a, x, y])
 

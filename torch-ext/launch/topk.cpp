@@ -21,10 +21,8 @@ static_assert(TopKParams::match_all(cubins::topk_narrow));
 static_assert(TopKParams::match_all(cubins::topk_wide));
 static_assert(TopKParams::match_all(cubins::topk_long));
 
-constexpr unsigned kNarrowRows = 4;  // of a CTA
-// A warp takes 256 scores (512 in `long`) at a time, about a microsecond. One piece per warp up to 1,024 blocks; `long`
-// starts where `wide` would need three.
-constexpr std::int64_t kNarrowBlocks = 256, kWideBlocks = 2048;
+// Rows that a CTA has in registers at once: SHAPES in the kernel file. `long` takes all longer ones, too.
+constexpr std::int64_t kNarrowBlocks = 256, kWideBlocks = 1024;
 constexpr unsigned kEarlyRows = 16;
 
 }  // namespace
@@ -44,8 +42,7 @@ void topk(const Tensor& out, const Tensor& scores, const Tensor& cu_seqlens_q, c
   // Started early, the kernel saves 1.4 us beside a single request's scoring; with 64 rows it costs 3 us instead (H200,
   // bf16 and fp8, 32k; why is not known), and at 256 rows it makes no difference.
   const launch::Options options{1, after_scoring && rows <= kEarlyRows};
-  if (blocks <= kNarrowBlocks)
-    return launch::run(cubins::topk_narrow, {(rows + kNarrowRows - 1) / kNarrowRows}, device, params, options);
+  if (blocks <= kNarrowBlocks) return launch::run(cubins::topk_narrow, {rows}, device, params, options);
   if (blocks <= kWideBlocks) return launch::run(cubins::topk_wide, {rows}, device, params, options);
   launch::run(cubins::topk_long, {rows}, device, params, options);
 }
