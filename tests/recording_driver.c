@@ -23,12 +23,14 @@ int m3_sparse_host_memory = 1;
 static LaunchCallback on_launch;
 static int capability = 90, load_count, context_device = -1;
 static unsigned last_cluster, last_overlap; /* of the last launch: CTAs of a cluster, programmatic dependence */
+static int last_carveout;                   /* and percent of shared memory, or -1 */
 
 void recording_set_callback(LaunchCallback callback) { on_launch = callback; }
 void recording_set_capability(int value) { capability = value; }
 int recording_load_count(void) { return load_count; }
 unsigned recording_last_cluster(void) { return last_cluster; }
 unsigned recording_last_overlap(void) { return last_overlap; }
+int recording_last_carveout(void) { return last_carveout; }
 
 static CUresult Init(unsigned flags) { return 0; }
 static CUresult GetErrorString(CUresult error, const char **text) { *text = "recorded error"; return 0; }
@@ -51,11 +53,12 @@ static CUresult LibraryGetKernel(void **kernel, void *library, const char *name)
 static CUresult KernelSetAttribute(int attribute, int value, void *kernel, int device) { return 0; }
 static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **params, void **extra) {
   if (context_device < 0) return 201; /* CUDA_ERROR_INVALID_CONTEXT */
-  last_cluster = 1, last_overlap = 0;
+  last_cluster = 1, last_overlap = 0, last_carveout = -1;
   for (unsigned i = 0; i < config->num_attributes; i++) {
-    /* 4: cluster dimension; 6: programmatic stream serialization */
+    /* 4: cluster dimension; 6: programmatic stream serialization; 14: preferred carveout */
     if (config->attributes[i].id == 4) last_cluster = config->attributes[i].value[0];
     if (config->attributes[i].id == 6) last_overlap = config->attributes[i].value[0];
+    if (config->attributes[i].id == 14) last_carveout = config->attributes[i].value[0];
   }
   if (on_launch) on_launch(kernel, config->grid, config->block, config->shared_bytes, config->stream, params);
   return 0;

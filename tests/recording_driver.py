@@ -30,6 +30,8 @@ class Launch:
     shared_bytes: int
     stream: int
     params: list
+    overlap: int = 0  # may start before its predecessor in the stream has ended
+    carveout: int = -1  # percent of shared memory asked for, or -1
 
 
 class RecordingDriver:
@@ -72,4 +74,5 @@ class RecordingDriver:
             data = ctypes.string_at(params[i], param["size"])
             values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
+        launch.overlap, launch.carveout = self.last_overlap, self.library.recording_last_carveout()
         self.launches.append(launch)

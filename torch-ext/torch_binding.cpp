@@ -13,8 +13,6 @@
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
-#include "launch/decode_select.h"
-#include "launch/launch.h"
 #include "launch/store.h"
 #include "launch/topk.h"
 #include "registration.h"
@@ -190,14 +188,6 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
     const std::int64_t shape[] = {index_q.size(0), index_q.size(1), (reach + 127) / 128};
     scores = torch::stable::new_empty(index_q, {shape, 3}, ScalarType::Float);
   }
-  if (!wanted) {
-    const int device = index_q.is_cpu() ? -1 : static_cast<int>(index_q.get_device_index());
-    const unsigned cluster = m3_sparse::plan_cluster(index_q.size(0), seqused_k.size(0), index_q.size(1),
-                                                     scores->size(2), m3_sparse::launch::multiprocessors(device));
-    if (cluster != 0)
-      return m3_sparse::decode_select(out, *scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k,
-                                      local_blocks, init_blocks, cluster);
-  }
   const bool scored =
       m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
   m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, scored);
@@ -248,9 +238,9 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
                   "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
   STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, size) && aligned16(v_cache, size)),
                   "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(
-      splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
-      "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
+  STD_TORCH_CHECK(splits == 0 || splits == 1 || splits == 2 || splits == 4 ||
+                      (splits == 16 && block_indices.size(2) <= 16),
+                  "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
   if (b == 0) {  // every row lies past the last request
     torch::stable::zero_(out);
     if (lse.has_value()) torch::stable::fill_(*lse, -std::numeric_limits<double>::infinity());

@@ -99,8 +99,10 @@ class Store:
         index_chunks: Int32,
         kv_convert: Int32,
         index_convert: Int32,
+        early: Int32,  # 1: the next kernel may start before the one ahead has ended
     ):
-        ptx.let_next_kernel_start()  # it waits for this one, which waits for all before
+        if early != 0:
+            ptx.let_next_kernel_start()  # it waits for this one, which waits for all before
         thread, _, _ = cute.arch.thread_idx()
         group, row, _ = cute.arch.block_idx()
         lane = thread % LANES
@@ -123,6 +125,7 @@ class Store:
         scale_stride = pick(k_scale_stride, v_scale_stride, Int32(0))
 
         ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
         if token < num_tokens:
             source = rows + Int64(token) * token_stride + Int64(lane * CHUNK)
             words = [ptx.stream_16_bytes_if(source + i * LANES * CHUNK, Int32(i < chunks)) for i in range(MOST_CHUNKS)]
@@ -198,6 +201,7 @@ class Store:
         index_chunks: Int32,
         kv_convert: Int32,
         index_convert: Int32,
+        early: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -236,6 +240,7 @@ class Store:
             index_chunks,
             kv_convert,
             index_convert,
+            early,
         ).launch(
             grid=[cute.ceil_div(num_tokens, TOKENS), 2 * num_heads + 1, 1],
             block=[THREADS, 1, 1],
@@ -245,5 +250,5 @@ class Store:
 
 
 def programs():
-    example = [Int64(16)] * 22 + [Int32(1)] * 13
+    example = [Int64(16)] * 22 + [Int32(1)] * 14
     return [Program(f"store_{name}", Store(conversion), example) for name, conversion in VARIANTS.items()]

@@ -111,13 +111,13 @@ def board_bytes(warps):
 def share_counts(counts, x, warps, warp, lane, before):
     """For x of this lane: how many of the 32 lanes' x are larger, or equal where `before` says that lower lanes win.
     Each warp counts a part. `counts`: 128 bytes of shared memory a warp."""
-    each = -(-32 // warps)
+    each = 32 // warps
     mine = Int32(0)
     for i in range(each):
         other = warp * each + i
         theirs = ptx.shuffle(x, other)
         ahead = (theirs > x) | ((theirs == x) & (other < lane)) if before else theirs > x
-        mine = mine + Int32(ahead if 32 % warps == 0 else ahead & (other < 32))
+        mine = mine + Int32(ahead)
     smem.store_i32(counts + (warp * 32 + lane) * 4, mine)
     ptx.barrier()
     parts = [smem.load_i32(counts + (w * 32 + lane) * 4) for w in range(warps)]

@@ -101,11 +101,6 @@ def cluster_wait():
     asm("barrier.cluster.wait.acquire.aligned;", "", "", [])
 
 
-def cluster_arrive():
-    """What this thread wrote, global memory too, is there for who waits."""
-    asm("barrier.cluster.arrive.release.aligned;", "", "", [])
-
-
 def cluster_arrive_relaxed():
     """Orders nothing but the barrier itself (the releasing form costs a fence over all memory)."""
     asm("barrier.cluster.arrive.relaxed.aligned;", "", "", [])

@@ -1,8 +1,4 @@
-"""block_scores and select_blocks on a GPU: decode_score, topk and decode_select through the launcher.
-
-Who asks for the scores gets two launches; without them a batch of eight requests and more is one launch of decode_select.
-`run` compares the two.
-"""
+"""block_scores and select_blocks on a GPU: decode_score and topk through the launcher."""
 
 import pytest
 import torch
@@ -377,7 +373,7 @@ def test_outputs_are_written_whole_and_nothing_else(repeat):
     assert (buffer == -77).all()
 
 
-def test_clusters_on_two_streams():
+def test_calls_on_two_streams():
     """Nothing is shared between calls that run at the same time."""
     problems = [make([1] * 16, [3000 + 700 * i for i in range(16)], seed=40 + i) for i in range(2)]
     wanted = [run(*problem)[0] for problem in problems]

@@ -47,19 +47,16 @@ void run_tiles(int tiles, const Image (&n8)[N8], const Image (&n16)[N16], const 
 
 }  // namespace
 
-ColumnPlan plan_columns(std::int64_t tokens, std::int64_t requests, std::int64_t heads) {
+ScorePlan plan_scores(std::int64_t tokens, std::int64_t requests, std::int64_t heads, std::int64_t blocks,
+                      bool fp8_keys, int multiprocessors) {
+  ScorePlan plan{};
   // Lengths of queries stay on the device: the average serves as a guess. A request with more columns is walked again
   // for them, one with fewer leaves column groups idle.
   const std::int64_t columns = ceil_div(tokens, std::max<std::int64_t>(requests, 1)) * heads;
-  const int tiles = columns <= 8 ? 1 : columns <= 16 ? 2 : 4;
-  return {tiles, static_cast<unsigned>(std::clamp<std::int64_t>(ceil_div(columns, 8 * tiles), 1, 16))};
-}
-
-ScorePlan plan_scores(std::int64_t tokens, std::int64_t requests, std::int64_t heads, std::int64_t blocks,
-                      bool fp8_keys, int multiprocessors) {
-  const ColumnPlan columns = plan_columns(tokens, requests, heads);
-  const std::int64_t walks = std::max<std::int64_t>(requests, 1) * columns.groups;
-  const std::int64_t resident = static_cast<std::int64_t>(multiprocessors) * ctas_per_multiprocessor(columns.tiles);
+  plan.tiles = columns <= 8 ? 1 : columns <= 16 ? 2 : 4;
+  plan.groups = static_cast<unsigned>(std::clamp<std::int64_t>(ceil_div(columns, 8 * plan.tiles), 1, 16));
+  const std::int64_t walks = std::max<std::int64_t>(requests, 1) * plan.groups;
+  const std::int64_t resident = static_cast<std::int64_t>(multiprocessors) * ctas_per_multiprocessor(plan.tiles);
   // Once over the chip and not a CTA more, which would run alone in the end; or four times, which evens out ragged
   // batches, where a CTA still gets 16 blocks (about 60 us) to hide its start behind.
   const std::int64_t once = std::max<std::int64_t>(resident / walks, 1);
@@ -74,7 +71,8 @@ ScorePlan plan_scores(std::int64_t tokens, std::int64_t requests, std::int64_t h
   }
   // No CTA is to have a block more than the others if the table is full.
   splits = ceil_div(blocks, ceil_div(blocks, splits));
-  return {columns, static_cast<unsigned>(splits)};
+  plan.splits = static_cast<unsigned>(splits);
+  return plan;
 }
 
 bool decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& index_k, const Tensor& block_table,
@@ -87,7 +85,7 @@ bool decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& in
   const std::int64_t key = fp8 ? 1 : 2;
   const int device = index_q.is_cpu() ? -1 : static_cast<int>(index_q.get_device_index());
   const ScorePlan plan = plan_scores(tokens, requests, heads, blocks, fp8, launch::multiprocessors(device));
-  const launch::Grid grid{plan.splits, static_cast<unsigned>(requests + (fill ? 1 : 0)), plan.columns.groups};
+  const launch::Grid grid{plan.splits, static_cast<unsigned>(requests + (fill ? 1 : 0)), plan.groups};
   auto narrow = [](std::int64_t n) { return static_cast<std::int32_t>(n); };
   const ScoreParams params{{scores.data_ptr(),
                             index_q.data_ptr(),
@@ -110,8 +108,8 @@ bool decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& in
                             page == 64 ? 6 : 7,
                             narrow(blocks),
                             fill}};
-#define M3_SPARSE_RUN(dtypes)                                                                            \
-  run_tiles(plan.columns.tiles, cubins::decode_score_##dtypes##_n8, cubins::decode_score_##dtypes##_n16, \
+#define M3_SPARSE_RUN(dtypes)                                                                    \
+  run_tiles(plan.tiles, cubins::decode_score_##dtypes##_n8, cubins::decode_score_##dtypes##_n16, \
             cubins::decode_score_##dtypes##_n32, grid, device, params)
   if (fp8 && bf16)
     M3_SPARSE_RUN(bf16_e4m3);

@@ -6,18 +6,11 @@
 
 namespace m3_sparse {
 
-// The (token, head) pairs of a request, its columns, share the keys that a CTA reads.
-struct ColumnPlan {
-  int tiles;        // groups of 8 columns that do: 1, 2 or 4
-  unsigned groups;  // further column groups, in the grid
-};
-
-ColumnPlan plan_columns(std::int64_t tokens, std::int64_t requests, std::int64_t heads);
-
 // How the scoring of a batch is laid out over the chip. A function of shapes and of the number of multiprocessors only;
 // no choice changes a bit of the scores.
 struct ScorePlan {
-  ColumnPlan columns;
+  int tiles;        // groups of 8 columns, (token, head) pairs of a request, that share the keys a CTA reads: 1, 2 or 4
+  unsigned groups;  // further column groups, in the grid
   unsigned splits;  // CTAs that share the blocks of a request
 };
 

@@ -71,7 +71,7 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-CUkernel prepare(const Image& image, int device) {
+CUkernel prepare(const Image& image, int device, unsigned cluster) {
   Loaded& state = loaded[image.id];
   const std::uint64_t bit = std::uint64_t{1} << device;
   if (state.ready_devices.load(std::memory_order_acquire) & bit) return state.kernel;
@@ -90,8 +90,7 @@ CUkernel prepare(const Image& image, int device) {
     set(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, static_cast<int>(image.dynamic_smem));
     set(CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED);
   }
-  // Of a kernel whose launches choose their cluster, the first one need not have the largest.
-  set(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
+  if (cluster > 8) set(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
   state.ready_devices.fetch_or(bit, std::memory_order_release);
   return state.kernel;
 }
@@ -143,7 +142,7 @@ int multiprocessors(int device) {
 
 void run(const Image& image, Grid grid, int device, void** params, Options options) {
   CurrentContext context(ordinal(device));
-  CUkernel kernel = prepare(image, ordinal(device));
+  CUkernel kernel = prepare(image, ordinal(device), options.cluster);
   CUlaunchConfig config{};
   config.gridDimX = grid.x;
   config.gridDimY = grid.y;
@@ -153,7 +152,7 @@ void run(const Image& image, Grid grid, int device, void** params, Options optio
   config.blockDimZ = image.block[2];
   config.sharedMemBytes = image.dynamic_smem;
   config.hStream = current_stream(device);
-  CUlaunchAttribute attributes[2] = {};
+  CUlaunchAttribute attributes[3] = {};
   config.attrs = attributes;
   if (options.cluster > 1) {
     CUlaunchAttribute& attribute = attributes[config.numAttrs++];
@@ -165,6 +164,11 @@ void run(const Image& image, Grid grid, int device, void** params, Options optio
     CUlaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attribute.value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (options.carveout >= 0) {
+    CUlaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+    attribute.value.sharedMemCarveout = static_cast<unsigned>(options.carveout);
   }
   check(driver().LaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr), "cuLaunchKernelEx");
 }

@@ -22,7 +22,13 @@ struct Options {
   // The kernel may start before the one ahead of it in the stream has ended (programmatic dependent launch). Only for
   // kernels that wait for that one before they touch what others write or read (ptx.wait_for_previous_kernel).
   bool overlap = false;
+  // Percent of the L1's memory that is to be shared memory, or -1: what the kernel needs. Kernels that want different
+  // shares don't run on one multiprocessor at a time: it has to fall idle between them.
+  int carveout = -1;
 };
+
+// The share of the attention kernels, which need most of it.
+constexpr int kMostShared = 100;
 
 template <class... Types>
 struct Params {
