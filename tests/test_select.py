@@ -42,7 +42,7 @@ def packs_every_parameter(driver):
                 strides = [scores.stride(0) * 4, scores.stride(1) * 4, query.stride(0) * 2, query.stride(1) * 2]
                 size = keys.element_size()
                 strides += [keys.stride(0) * size, keys.stride(1) * size, table.stride(0) * 4]
-                numbers = [5, 2, 3, 9, 20, 6 if page == 64 else 7, blocks, 1]
+                numbers = [5, 2, 3, 9, 20, 6 if page == 64 else 7, blocks, 1, 1]
                 assert score.params == [x.data_ptr() for x in (scores, *tensors)] + strides + numbers
                 assert topk.entry == "m3s_topk_narrow_sm90a_0"
                 assert topk.grid == (15, 1, 1) and topk.block == (128, 1, 1)
@@ -74,26 +74,30 @@ def scores_go_to_a_workspace_unless_asked_for(driver):
 
 @check
 def lays_the_work_out_by_shape(driver):
-    """132 multiprocessors. (tokens, requests, heads, blocks, fp8) -> columns, splits, column groups, top-k shape."""
+    """132 multiprocessors. (tokens, requests, heads, blocks, fp8) -> columns, splits, column groups, top-k shape,
+    whether keys are fetched ahead, carveout."""
     import torch
 
     ops = operators()
     cases = {
-        (1, 1, 4, 256, False): (8, 128, 1, "narrow"),
-        (1, 1, 4, 256, True): (8, 128, 1, "narrow"),
-        (1, 1, 4, 1024, False): (8, 128, 1, "wide"),
-        (1, 1, 4, 1024, True): (8, 256, 1, "wide"),
-        (16, 16, 4, 256, False): (8, 32, 1, "narrow"),
-        (16, 16, 4, 256, True): (8, 32, 1, "narrow"),
-        (64, 64, 4, 1024, False): (8, 32, 1, "wide"),
-        (256, 256, 4, 256, False): (8, 9, 1, "narrow"),
-        (1025, 1025, 4, 20, False): (8, 1, 1, "narrow"),
-        (64, 16, 4, 256, False): (16, 24, 1, "narrow"),
-        (128, 16, 4, 256, False): (32, 16, 1, "narrow"),
-        (256, 16, 4, 256, False): (32, 16, 2, "narrow"),
-        (8, 1, 1, 4096, False): (8, 512, 1, "long"),
+        (1, 1, 4, 64, False): (8, 64, 1, "narrow", 1, 100),
+        (1, 1, 4, 256, False): (8, 256, 1, "narrow", 1, 100),
+        (1, 1, 4, 256, True): (8, 256, 1, "narrow", 1, 100),
+        (1, 1, 4, 1024, False): (8, 512, 1, "wide", 0, 8),
+        (1, 1, 4, 1024, True): (8, 512, 1, "wide", 0, 100),
+        (4, 4, 4, 256, False): (8, 128, 1, "narrow", 0, 8),
+        (16, 16, 4, 256, False): (8, 128, 1, "narrow", 0, 8),
+        (16, 16, 4, 256, True): (8, 64, 1, "narrow", 0, 8),
+        (64, 64, 4, 1024, False): (8, 32, 1, "wide", 0, 8),
+        (256, 256, 4, 256, False): (8, 9, 1, "narrow", 0, 8),
+        (1025, 1025, 4, 20, False): (8, 3, 1, "narrow", 0, 8),
+        (64, 16, 4, 256, False): (16, 86, 1, "narrow", 0, 8),
+        (64, 16, 4, 256, True): (16, 24, 1, "narrow", 1, 8),
+        (128, 16, 4, 256, False): (32, 16, 1, "narrow", 1, 8),
+        (256, 16, 4, 256, False): (32, 16, 2, "narrow", 0, 8),
+        (8, 1, 1, 4096, False): (8, 2048, 1, "long", 0, 8),
     }
-    for (tokens, requests, heads, blocks, fp8), (columns, splits, groups, shape) in cases.items():
+    for (tokens, requests, heads, blocks, fp8), (columns, splits, groups, shape, ahead, carveout) in cases.items():
         dtypes = ("bfloat16", "float8_e4m3fn" if fp8 else "bfloat16")
         tensors = problem(tokens, requests, heads, 128, blocks, dtypes, pages=1)
         ops.aot_select_blocks(torch.zeros(tokens, heads, 16, dtype=torch.int32), None, *tensors, 1, 0)
@@ -103,9 +107,10 @@ def lays_the_work_out_by_shape(driver):
         assert f"_n{columns}_" in score.entry, (case, score.entry)
         assert score.grid == (splits, requests, groups), (case, score.grid)
         assert f"topk_{shape}_" in topk.entry, (case, topk.entry)
-        rows = tokens * heads
-        assert topk.grid == (rows, 1, 1)
-        assert topk.overlap == (rows <= 16), case
+        assert topk.grid == (tokens * heads, 1, 1)
+        assert score.params[-2:] == [ahead, 0], case
+        # Top-k starts beside the scoring, which only one carveout for both allows.
+        assert (score.overlap, score.carveout) == (topk.overlap, topk.carveout) == (1, carveout), case
 
 
 @check

@@ -188,9 +188,9 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
     const std::int64_t shape[] = {index_q.size(0), index_q.size(1), (reach + 127) / 128};
     scores = torch::stable::new_empty(index_q, {shape, 3}, ScalarType::Float);
   }
-  const bool scored =
+  const int carveout =
       m3_sparse::decode_scores(*scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, wanted);
-  m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, scored);
+  m3_sparse::topk(out, *scores, cu_seqlens_q, seqused_k, reach, local_blocks, init_blocks, carveout);
 }
 
 void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,

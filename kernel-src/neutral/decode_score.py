@@ -42,10 +42,6 @@ from shared.program import Program
 
 WARPS = 4
 THREADS = 32 * WARPS
-# Up to this batch the first keys are fetched ahead. H200, 32k, select: one request 7.3 -> 6.7 us (bf16), 6.4 -> 5.7 (fp8);
-# 16 requests 39.7 -> 38.5, 24.8 -> 22.9; 64 requests at 128k 493 -> 502: there the scan itself fills the memory bus.
-WARM_REQUESTS = 16
-
 # Columns / 8 -> CTAs per SM that the registers allow, for 16-bit and for fp8 keys. One tile is a plain decode step with
 # up to 8 heads; two and four are verify steps of 4 and 8 tokens with 4 heads. More columns are further column groups.
 TILES = {1: (4, 4), 2: (3, 3), 4: (2, 2)}
@@ -91,6 +87,7 @@ class DecodeScore(IndexTile):
         table_width: Int32,
         page_shift: Int32,  # log2(page size): 6 or 7
         num_blocks: Int32,  # of a score row
+        ahead: Int32,  # 1: fetch the first keys before the wait
         fill: Int32,  # 1: write -inf where a row has no candidate and in rows of no request (request num_requests)
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -112,7 +109,7 @@ class DecodeScore(IndexTile):
         # Before the wait nothing counts that is read, for the kernel ahead may be writing it. But it most likely is what
         # it will be: the first two blocks' keys are fetched into L2 on its word.
         in_page = mine & ((1 << page_shift) - 1)
-        if num_requests <= WARM_REQUESTS:
+        if ahead != 0:
             _, _, hint, hint_page, hint_next = self.load_lengths_and_pages(*places, past_l1=True)
             for ahead, number in ((0, hint_page), (1, hint_next)):
                 left = hint - (split + ahead * splits) * BLOCK - mine
@@ -252,6 +249,7 @@ class DecodeScore(IndexTile):
         table_width: Int32,
         page_shift: Int32,
         num_blocks: Int32,
+        ahead: Int32,
         fill: Int32,
         stream: cuda.CUstream,
     ):
@@ -276,6 +274,7 @@ class DecodeScore(IndexTile):
             table_width,
             page_shift,
             num_blocks,
+            ahead,
             fill,
         ).launch(
             grid=[num_blocks, num_requests, 1],
@@ -288,7 +287,7 @@ class DecodeScore(IndexTile):
 
 
 def programs():
-    example = [Int64(16)] * 13 + [Int32(1)] * 8
+    example = [Int64(16)] * 13 + [Int32(1)] * 9
     return [
         Program(f"decode_score_{query}_{key}_n{8 * tiles}", DecodeScore(query, key, tiles), example)
         for query, key in DTYPES

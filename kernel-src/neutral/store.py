@@ -99,10 +99,7 @@ class Store:
         index_chunks: Int32,
         kv_convert: Int32,
         index_convert: Int32,
-        early: Int32,  # 1: the next kernel may start before the one ahead has ended
     ):
-        if early != 0:
-            ptx.let_next_kernel_start()  # it waits for this one, which waits for all before
         thread, _, _ = cute.arch.thread_idx()
         group, row, _ = cute.arch.block_idx()
         lane = thread % LANES
@@ -201,7 +198,6 @@ class Store:
         index_chunks: Int32,
         kv_convert: Int32,
         index_convert: Int32,
-        early: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -240,7 +236,6 @@ class Store:
             index_chunks,
             kv_convert,
             index_convert,
-            early,
         ).launch(
             grid=[cute.ceil_div(num_tokens, TOKENS), 2 * num_heads + 1, 1],
             block=[THREADS, 1, 1],
@@ -250,5 +245,5 @@ class Store:
 
 
 def programs():
-    example = [Int64(16)] * 22 + [Int32(1)] * 14
+    example = [Int64(16)] * 22 + [Int32(1)] * 13
     return [Program(f"store_{name}", Store(conversion), example) for name, conversion in VARIANTS.items()]

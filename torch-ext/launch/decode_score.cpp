@@ -14,13 +14,13 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 using ScoreParams = launch::Params<const void*, const void*, const void*, const void*, const void*,
-                                   const void*,                               // scores, q, k, table, offsets, lengths
-                                   std::int64_t, std::int64_t,                // byte strides of scores: token, head
-                                   std::int64_t, std::int64_t,                // of index_q: token, head
-                                   std::int64_t, std::int64_t, std::int64_t,  // of index_k: page, token; of the table
-                                   std::int32_t, std::int32_t, std::int32_t,  // tokens, requests, heads
-                                   std::int32_t, std::int32_t, std::int32_t,  // pages, table width, log2(page size)
-                                   std::int32_t, std::int32_t>;               // blocks of a row, fill
+                                   const void*,                                // scores, q, k, table, offsets, lengths
+                                   std::int64_t, std::int64_t,                 // byte strides of scores: token, head
+                                   std::int64_t, std::int64_t,                 // of index_q: token, head
+                                   std::int64_t, std::int64_t, std::int64_t,   // of index_k: page, token; of the table
+                                   std::int32_t, std::int32_t, std::int32_t,   // tokens, requests, heads
+                                   std::int32_t, std::int32_t, std::int32_t,   // pages, table width, log2(page size)
+                                   std::int32_t, std::int32_t, std::int32_t>;  // blocks of a row, ahead, fill
 
 #define M3_SPARSE_CHECK(dtypes)                                               \
   static_assert(ScoreParams::match_all(cubins::decode_score_##dtypes##_n8));  \
@@ -38,11 +38,10 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 template <std::size_t N8, std::size_t N16, std::size_t N32>
 void run_tiles(int tiles, const Image (&n8)[N8], const Image (&n16)[N16], const Image (&n32)[N32], launch::Grid grid,
-               int device, const ScoreParams& params) {
-  constexpr launch::Options overlap{1, true};
-  if (tiles == 1) return launch::run(n8, grid, device, params, overlap);
-  if (tiles == 2) return launch::run(n16, grid, device, params, overlap);
-  launch::run(n32, grid, device, params, overlap);
+               int device, const ScoreParams& params, launch::Options options) {
+  if (tiles == 1) return launch::run(n8, grid, device, params, options);
+  if (tiles == 2) return launch::run(n16, grid, device, params, options);
+  launch::run(n32, grid, device, params, options);
 }
 
 }  // namespace
@@ -57,31 +56,41 @@ ScorePlan plan_scores(std::int64_t tokens, std::int64_t requests, std::int64_t h
   plan.groups = static_cast<unsigned>(std::clamp<std::int64_t>(ceil_div(columns, 8 * plan.tiles), 1, 16));
   const std::int64_t walks = std::max<std::int64_t>(requests, 1) * plan.groups;
   const std::int64_t resident = static_cast<std::int64_t>(multiprocessors) * ctas_per_multiprocessor(plan.tiles);
-  // Once over the chip and not a CTA more, which would run alone in the end; or four times, which evens out ragged
-  // batches, where a CTA still gets 16 blocks (about 60 us) to hide its start behind.
+  const std::int64_t work = walks * blocks;
+  // Once over the chip, or up to four times with few blocks each, which evens out what the multiprocessors get of the
+  // memory's bandwidth, and ragged batches. More CTAs gain another 1.5 %, but where the table is much longer than the
+  // lengths they are started for nothing.
+  // H200, us of select_blocks, bf16 32k B=16: 8 blocks each 34.3, 4: 34.3, 2: 34.1, 1: 35.5; 128k B=64: 32: 484, 8:
+  // 474. fp8 32k B=16: 8: 20.3, 4: 20.2, 2: 20.8; 128k B=1: 4: 8.9, 2: 8.5. A CTA with more columns has more queries to
+  // fetch: 32k B=16, 8 tokens: 16 blocks each 35.4 (fp8 24.7), 8: 36.9 (27.4), 4: 38.3 (31.8); 4 tokens: bf16 11: 35.4,
+  // 2: 35.0, fp8 11: 22.2, 8: 26.3, 4: 24.0.
+  std::int64_t least = 16;
+  if (plan.tiles <= (fp8_keys ? 1 : 2)) least = fp8_keys && work > 8 * std::int64_t{multiprocessors} ? 4 : 2;
   const std::int64_t once = std::max<std::int64_t>(resident / walks, 1);
-  const std::int64_t often = std::min(ceil_div(4 * resident, walks), blocks / 16);
+  const std::int64_t often = std::min(ceil_div(4 * resident, walks), blocks / least);
   std::int64_t splits = std::min(std::max(once, often), blocks);
-  // Less than 16 blocks for each multiprocessor: the time is latency, and fewer CTAs that each hide it behind a second
-  // block are faster. H200, one request: 128 CTAs against one a block or as many as fit, bf16 32k 5.3 against 6.4 us,
-  // 128k 13.0 against 15.3; fp8 32k 4.7 against 5.4, and 256 CTAs at 128k 8.7 against 10.7.
-  if (walks * blocks < 16 * std::int64_t{multiprocessors}) {
-    const std::int64_t few = multiprocessors * (fp8_keys ? 2 : 1) / walks;
-    splits = std::max<std::int64_t>(1, std::min({splits, few, blocks / 2}));
-  }
   // No CTA is to have a block more than the others if the table is full.
   splits = ceil_div(blocks, ceil_div(blocks, splits));
   plan.splits = static_cast<unsigned>(splits);
+  // H200, 32k, us of select_blocks with and without, bf16 / fp8: B=1 (a block each) 5.0, 5.7 / 4.4, 4.7; B=4 12.6, 11.9
+  // / 8.9, 8.4; B=16 35.4, 34.3 / 19.5, 20.3, but in the whole step 57.3, 55.0 / 34.6, 34.1; 8 tokens 35.4, 36.5
+  // / 24.7, 25.3.
+  plan.ahead = plan.tiles == 1 ? splits == blocks : walks <= 16 && walks * splits <= resident;
+  // The carveout of the attention kernel that follows lets the launches of a step overlap: whole step, 32k, B=1 14.6 ->
+  // 12.0 us (bf16), 13.9 -> 10.8 (fp8). But it leaves 28 KB of L1 for the loads under way: B=4 21.5 -> 23.5 us (bf16;
+  // fp8 17.9 -> 17.2), select_blocks of B=16 35.3 -> 44.6.
+  plan.carveout =
+      work <= (fp8_keys ? 8 : 2) * std::int64_t{multiprocessors} ? launch::kMostShared : launch::kLeastShared;
   return plan;
 }
 
-bool decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& index_k, const Tensor& block_table,
-                   const Tensor& cu_seqlens_q, const Tensor& seqused_k, bool fill) {
+int decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& index_k, const Tensor& block_table,
+                  const Tensor& cu_seqlens_q, const Tensor& seqused_k, bool fill) {
   const std::int64_t tokens = index_q.size(0), heads = index_q.size(1), blocks = scores.size(2);
   const std::int64_t requests = seqused_k.size(0), page = index_k.size(1);
   const bool fp8 = index_k.scalar_type() == ScalarType::Float8_e4m3fn,
              bf16 = index_q.scalar_type() == ScalarType::BFloat16;
-  if (tokens * heads * blocks == 0 || (requests == 0 && !fill)) return false;
+  if (tokens * heads * blocks == 0 || (requests == 0 && !fill)) return -1;
   const std::int64_t key = fp8 ? 1 : 2;
   const int device = index_q.is_cpu() ? -1 : static_cast<int>(index_q.get_device_index());
   const ScorePlan plan = plan_scores(tokens, requests, heads, blocks, fp8, launch::multiprocessors(device));
@@ -107,10 +116,12 @@ bool decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& in
                             narrow(block_table.size(1)),
                             page == 64 ? 6 : 7,
                             narrow(blocks),
+                            plan.ahead,
                             fill}};
+  const launch::Options options{1, true, plan.carveout};
 #define M3_SPARSE_RUN(dtypes)                                                                    \
   run_tiles(plan.tiles, cubins::decode_score_##dtypes##_n8, cubins::decode_score_##dtypes##_n16, \
-            cubins::decode_score_##dtypes##_n32, grid, device, params)
+            cubins::decode_score_##dtypes##_n32, grid, device, params, options)
   if (fp8 && bf16)
     M3_SPARSE_RUN(bf16_e4m3);
   else if (fp8)
@@ -119,7 +130,7 @@ bool decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& in
     M3_SPARSE_RUN(bf16_bf16);
   else
     M3_SPARSE_RUN(f16_f16);
-  return true;
+  return plan.carveout;
 }
 
 }  // namespace m3_sparse

@@ -27,8 +27,9 @@ struct Options {
   int carveout = -1;
 };
 
-// The share of the attention kernels, which need most of it.
-constexpr int kMostShared = 100;
+// Carveouts of the kernels that need little shared memory. The rest is L1, which holds the lines of loads under way.
+constexpr int kLeastShared = 8;   // what they need
+constexpr int kMostShared = 100;  // that of the attention kernels
 
 template <class... Types>
 struct Params {

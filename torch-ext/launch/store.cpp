@@ -24,8 +24,7 @@ using StoreParams = launch::Params<
     std::int32_t, std::int32_t, std::int32_t,
     std::int32_t,  // page size and slots of the KV caches and of the index cache
     std::int32_t, std::int32_t, std::int32_t,
-    std::int32_t,   // bytes of a source element and whether to convert: KV, index
-    std::int32_t>;  // early
+    std::int32_t>;  // bytes of a source element and whether to convert: KV, index
 
 static_assert(StoreParams::match_all(cubins::store_copy));
 static_assert(StoreParams::match_all(cubins::store_bf16_e4m3));
@@ -57,22 +56,21 @@ std::int32_t scale_stride(const std::optional<Tensor>& scale) {
 
 std::int32_t narrow(std::int64_t n) { return static_cast<std::int32_t>(n); }
 
-// Up to so many tokens the step is latency: XXX
-constexpr std::int64_t kEarlyTokens = 4;
+// The kernel waits for the one before it, after finding its place in the grid.
+constexpr launch::Options kOverlap{1, true};
 
-void launch_conversion(ScalarType source, ScalarType target, launch::Grid grid, int device, const StoreParams& params,
-                       launch::Options options) {
+void launch_conversion(ScalarType source, ScalarType target, launch::Grid grid, int device, const StoreParams& params) {
   const bool e4m3 = target == ScalarType::Float8_e4m3fn;
   switch (source) {
     case ScalarType::BFloat16:
-      return e4m3 ? launch::run(cubins::store_bf16_e4m3, grid, device, params, options)
-                  : launch::run(cubins::store_bf16_e5m2, grid, device, params, options);
+      return e4m3 ? launch::run(cubins::store_bf16_e4m3, grid, device, params, kOverlap)
+                  : launch::run(cubins::store_bf16_e5m2, grid, device, params, kOverlap);
     case ScalarType::Half:
-      return e4m3 ? launch::run(cubins::store_f16_e4m3, grid, device, params, options)
-                  : launch::run(cubins::store_f16_e5m2, grid, device, params, options);
+      return e4m3 ? launch::run(cubins::store_f16_e4m3, grid, device, params, kOverlap)
+                  : launch::run(cubins::store_f16_e5m2, grid, device, params, kOverlap);
     case ScalarType::Float:
-      return e4m3 ? launch::run(cubins::store_f32_e4m3, grid, device, params, options)
-                  : launch::run(cubins::store_f32_e5m2, grid, device, params, options);
+      return e4m3 ? launch::run(cubins::store_f32_e4m3, grid, device, params, kOverlap)
+                  : launch::run(cubins::store_f32_e5m2, grid, device, params, kOverlap);
     default:
       throw std::runtime_error("m3_sparse: store_kv called with an unchecked dtype");
   }
@@ -91,8 +89,6 @@ void store_kv(const Tensor& k, const Tensor& v, const std::optional<Tensor>& ind
   const std::int64_t index_in = index_k ? size_of(index_k->scalar_type()) : 0;
   const std::int64_t index_kept = index_k ? size_of(index_k_cache->scalar_type()) : 0;
   const std::int64_t page = k_cache.size(2), index_page = index_k ? index_k_cache->size(1) : 1;
-  const bool early = tokens <= kEarlyTokens;
-  const launch::Options options{1, true, early ? launch::kMostShared : -1};
   const std::int32_t slot_bytes = slots.scalar_type() == ScalarType::Long ? 8 : 4;
   const StoreParams params{{k.data_ptr(),
                             v.data_ptr(),
@@ -128,15 +124,14 @@ void store_kv(const Tensor& k, const Tensor& v, const std::optional<Tensor>& ind
                             narrow(in),
                             narrow(index_in),
                             convert,
-                            index_convert,
-                            early}};
+                            index_convert}};
   const launch::Grid grid{static_cast<unsigned>((tokens + kTokens - 1) / kTokens),
                           static_cast<unsigned>(2 * heads + (index_k ? 1 : 0))};
   const int device = k.is_cpu() ? -1 : static_cast<int>(k.get_device_index());
-  if (convert) return launch_conversion(k.scalar_type(), k_cache.scalar_type(), grid, device, params, options);
+  if (convert) return launch_conversion(k.scalar_type(), k_cache.scalar_type(), grid, device, params);
   if (index_convert)
-    return launch_conversion(index_k->scalar_type(), index_k_cache->scalar_type(), grid, device, params, options);
-  launch::run(cubins::store_copy, grid, device, params, options);
+    return launch_conversion(index_k->scalar_type(), index_k_cache->scalar_type(), grid, device, params);
+  launch::run(cubins::store_copy, grid, device, params, kOverlap);
 }
 
 }  // namespace m3_sparse

@@ -23,12 +23,11 @@ static_assert(TopKParams::match_all(cubins::topk_long));
 
 // Rows that a CTA has in registers at once: SHAPES in the kernel file. `long` takes all longer ones, too.
 constexpr std::int64_t kNarrowBlocks = 256, kWideBlocks = 1024;
-constexpr unsigned kEarlyRows = 16;
 
 }  // namespace
 
 void topk(const Tensor& out, const Tensor& scores, const Tensor& cu_seqlens_q, const Tensor& seqused_k,
-          std::int64_t reach, std::int64_t local_blocks, std::int64_t init_blocks, bool after_scoring) {
+          std::int64_t reach, std::int64_t local_blocks, std::int64_t init_blocks, int carveout) {
   const std::int64_t tokens = out.size(0), heads = out.size(1), blocks = scores.size(2);
   if (tokens * heads == 0) return;
   auto narrow = [](std::int64_t n) { return static_cast<std::int32_t>(n); };
@@ -39,9 +38,9 @@ void topk(const Tensor& out, const Tensor& scores, const Tensor& cu_seqlens_q, c
                            narrow(init_blocks)}};
   const int device = out.is_cpu() ? -1 : static_cast<int>(out.get_device_index());
   const auto rows = static_cast<unsigned>(tokens * heads);
-  // Started early, the kernel saves 1.4 us beside a single request's scoring; with 64 rows it costs 3 us instead (H200,
-  // bf16 and fp8, 32k; why is not known), and at 256 rows it makes no difference.
-  const launch::Options options{1, after_scoring && rows <= kEarlyRows};
+  // Beside the scoring, which has waited itself before it lets this kernel start. That works only with the carveout of
+  // the scoring; with its own the kernel made 16 requests slower (H200, bf16, 32k: 39.1 against 37.6 us).
+  const launch::Options options{1, carveout >= 0, carveout};
   if (blocks <= kNarrowBlocks) return launch::run(cubins::topk_narrow, {rows}, device, params, options);
   if (blocks <= kWideBlocks) return launch::run(cubins::topk_wide, {rows}, device, params, options);
   launch::run(cubins::topk_long, {rows}, device, params, options);
