@@ -140,8 +140,8 @@ def choose(
     warp: Int32,
     lane: Int32,
 ):
-    """Writes the ids of the k largest, ascending, then -1, and returns 1; or 0, having written nothing, if too many keys
-    reach the bound. The slots of a warp and the warps are in order of position. All warps come here together."""
+    """Writes the ids of the k largest of more than k keys, ascending, and returns 1; or 0, having written nothing, if too
+    many keys reach the bound. The slots of a warp and the warps are in order of position. All warps come here together."""
     maxima, counts = board, board + warps * 128
     totals, pairs = board + warps * 256, board + warps * 256 + 64
     smem.store_i32(maxima + (warp * 32 + lane) * 4, largest_of(keys[j] for j in range(slots)))
@@ -178,8 +178,6 @@ def choose(
             won = ptx.ballot(wins)
             if wins:
                 ptx.store_words(out + Int64(ptx.count_bits(won & below)) * out_stride, [pair[1]])
-            if (lane >= ptx.count_bits(won)) & (lane < k):
-                ptx.store_words(out + Int64(lane) * out_stride, [Int32(-1)])
     return fits
 
 
