@@ -10,10 +10,10 @@ Tile picture
     grid (split, request, column group), CTA = 4 warps. A column is a (token, head) pair of the request, COLUMNS = 8 x
     tiles of them side by side: they share every key that is read. CTA `split` takes the blocks split, split + splits,
     ...: the split depends on shapes alone, and any length keeps all CTAs busy. Of a block, warp w has the tokens 32w ..
-    32w+31. One mma.sync m16n8k16 per 16 keys (rows), 8 columns and 16 dims.
+    32w+31. Columns are the rows of mma.sync m16n8k16, keys its columns.
 
 Keys (shared/index_tile.py)
-    go from global memory straight into the MMA's registers. The next block's keys of a slab (16 keys) are requested as
+    go from global memory straight into the MMA's registers. The next block's keys of a slab (8 keys) are requested as
     soon as this block's have been used. The warps' maxima meet in shared memory, one CTA barrier a block, two buffers.
 
 Order
@@ -22,8 +22,9 @@ Order
 
 Budget
     Bytes: 256 (16-bit) or 128 (fp8) per key, once per 32 columns. 4.3 TB/s x 1 us / 132 SMs needs 33 KB in flight per
-    SM; here 16 warps x 8 KiB (16-bit) or 24 x 4 KiB (fp8) at one tile. Issue slots per 4 KiB of 16-bit keys at that
-    rate: 880, used about 60 with one tile and 180 with four.
+    SM; here 16 warps x 8 KiB (16-bit) or 4 KiB (fp8) at one tile, for which L1 needs lines: the carveout matters
+    (torch-ext/launch/decode_score.cpp). Issue slots per 4 KiB of keys at that rate: 880, used about 100 with one tile,
+    170 with four, 235 with fp8 keys and one tile.
 
 Limits
     head_dim 128; pages of 64 or 128 tokens; T * Hi < 2^31, table reach < 2^31 tokens; key and query bases and byte
@@ -111,8 +112,8 @@ class DecodeScore(IndexTile):
         in_page = mine & ((1 << page_shift) - 1)
         if ahead != 0:
             _, _, hint, hint_page, hint_next = self.load_lengths_and_pages(*places, past_l1=True)
-            for ahead, number in ((0, hint_page), (1, hint_next)):
-                left = hint - (split + ahead * splits) * BLOCK - mine
+            for turn, number in ((0, hint_page), (1, hint_next)):
+                left = hint - (split + turn * splits) * BLOCK - mine
                 ok = Int32((number >= 0) & (number < num_pages) & (lane < left))
                 row = index_k + Int64(number) * k_page_stride + Int64(in_page + lane) * k_token_stride
                 for line in range(self.chunks // 2):  # of 128 bytes
@@ -146,7 +147,9 @@ class DecodeScore(IndexTile):
         for group in cutlass.range(first_group, groups, group_step, unroll=1):
             column0 = group * self.columns
             own_rows = (index_q, q_token_stride, q_head_stride, start)
-            scales = self.load_queries(query, ends, own_rows, columns, column0, num_heads, first_end, lane, page_shift >> 3)
+            scales = self.load_queries(
+                query, ends, own_rows, columns, column0, num_heads, first_end, lane, page_shift >> 3
+            )
             if cutlass.const_expr(self.normalise):
                 at = base + self.scales_at + self.column_of(lane) * 4
                 smem.store_f32_if(at, self.scale_of(scales, lane), Int32((warp == 0) & self.holds_column(lane)))
