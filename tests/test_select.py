@@ -88,14 +88,17 @@ def lays_the_work_out_by_shape(driver):
         (4, 4, 4, 256, False): (8, 128, 1, "narrow", 0, 8),
         (16, 16, 4, 256, False): (8, 128, 1, "narrow", 0, 8),
         (16, 16, 4, 256, True): (8, 64, 1, "narrow", 0, 8),
-        (64, 64, 4, 1024, False): (8, 32, 1, "wide", 0, 8),
-        (256, 256, 4, 256, False): (8, 9, 1, "narrow", 0, 8),
-        (1025, 1025, 4, 20, False): (8, 3, 1, "narrow", 0, 8),
-        (64, 16, 4, 256, False): (16, 86, 1, "narrow", 0, 8),
+        (64, 64, 4, 1024, False): (8, 64, 1, "wide", 0, 8),
+        (256, 256, 4, 256, False): (8, 16, 1, "narrow", 0, 8),
+        (1025, 1025, 4, 20, False): (8, 5, 1, "narrow", 0, 8),
+        (64, 16, 4, 256, False): (16, 24, 1, "narrow", 1, 8),
         (64, 16, 4, 256, True): (16, 24, 1, "narrow", 1, 8),
         (128, 16, 4, 256, False): (32, 16, 1, "narrow", 1, 8),
         (256, 16, 4, 256, False): (32, 16, 2, "narrow", 0, 8),
         (8, 1, 1, 4096, False): (8, 2048, 1, "long", 0, 8),
+        (8, 1, 4, 256, False): (32, 256, 1, "narrow", 1, 100),
+        (64, 64, 4, 64, False): (8, 32, 1, "narrow", 0, 8),
+        (2, 2, 4, 256, False): (8, 256, 1, "narrow", 1, 8),
     }
     for (tokens, requests, heads, blocks, fp8), (columns, splits, groups, shape, ahead, carveout) in cases.items():
         dtypes = ("bfloat16", "float8_e4m3fn" if fp8 else "bfloat16")

@@ -57,25 +57,25 @@ ScorePlan plan_scores(std::int64_t tokens, std::int64_t requests, std::int64_t h
   const std::int64_t walks = std::max<std::int64_t>(requests, 1) * plan.groups;
   const std::int64_t resident = static_cast<std::int64_t>(multiprocessors) * ctas_per_multiprocessor(plan.tiles);
   const std::int64_t work = walks * blocks;
-  // Once over the chip, or up to four times with few blocks each, which evens out what the multiprocessors get of the
-  // memory's bandwidth, and ragged batches. More CTAs gain another 1.5 %, but where the table is much longer than the
-  // lengths they are started for nothing.
-  // H200, us of select_blocks, bf16 32k B=16: 8 blocks each 34.3, 4: 34.3, 2: 34.1, 1: 35.5; 128k B=64: 32: 484, 8:
-  // 474. fp8 32k B=16: 8: 20.3, 4: 20.2, 2: 20.8; 128k B=1: 4: 8.9, 2: 8.5. A CTA with more columns has more queries to
-  // fetch: 32k B=16, 8 tokens: 16 blocks each 35.4 (fp8 24.7), 8: 36.9 (27.4), 4: 38.3 (31.8); 4 tokens: bf16 11: 35.4,
-  // 2: 35.0, fp8 11: 22.2, 8: 26.3, 4: 24.0.
-  std::int64_t least = 16;
-  if (plan.tiles <= (fp8_keys ? 1 : 2)) least = fp8_keys && work > 8 * std::int64_t{multiprocessors} ? 4 : 2;
+  // Once over the chip; or up to eight times with at least so many blocks each, which evens out what the
+  // multiprocessors get of the memory's bandwidth, and ragged batches. Where a request has fewer blocks than CTAs some
+  // are started for nothing: hence the limit. H200, us of select_blocks, blocks of a CTA: bf16 32k B=16 8: 34.3,
+  // 4: 34.3, 2: 34.1, 1: 35.5; 128k B=64 32: 484, 8: 474; 32k B=64 16: 125.2, 8: 125.5, 4: 124.1. fp8 32k B=16 8: 20.3,
+  // 4: 20.2, 2: 20.8; 128k B=1 4: 8.9, 2: 8.5. With more columns a CTA has more queries to fetch: 32k B=16 4 tokens
+  // 11: 34.5 (fp8 21.4), 4: 35.4 (24.0); 8 tokens 16: 35.4 (24.7), 8: 36.9 (27.4); B=4 8 tokens 4 (once over the
+  // chip): 12.3 (10.3), 8: 14.3 (12.7), 2: 15.0 (13.2).
+  const std::int64_t least = plan.tiles > 1 ? 16 : fp8_keys && work > 8 * std::int64_t{multiprocessors} ? 4 : 2;
   const std::int64_t once = std::max<std::int64_t>(resident / walks, 1);
-  const std::int64_t often = std::min(ceil_div(4 * resident, walks), blocks / least);
+  const std::int64_t often = std::min(ceil_div(8 * resident, walks), blocks / least);
   std::int64_t splits = std::min(std::max(once, often), blocks);
   // No CTA is to have a block more than the others if the table is full.
   splits = ceil_div(blocks, ceil_div(blocks, splits));
   plan.splits = static_cast<unsigned>(splits);
-  // H200, 32k, us of select_blocks with and without, bf16 / fp8: B=1 (a block each) 5.0, 5.7 / 4.4, 4.7; B=4 12.6, 11.9
-  // / 8.9, 8.4; B=16 35.4, 34.3 / 19.5, 20.3, but in the whole step 57.3, 55.0 / 34.6, 34.1; 8 tokens 35.4, 36.5
-  // / 24.7, 25.3.
-  plan.ahead = plan.tiles == 1 ? splits == blocks : walks <= 16 && walks * splits <= resident;
+  // Where all CTAs run at once; of one tile, where they have a block each. H200, 32k, us of select_blocks with and
+  // without, bf16 / fp8: B=1 5.0, 5.7 / 4.4, 4.7; B=4, two blocks each, 12.6, 11.9 / 8.9, 8.4; B=16 35.4, 34.3
+  // / 19.5, 20.3, but the whole step 57.3, 55.0 / 34.6, 34.1; 8 tokens, B=16 35.4, 36.5 / 24.7, 25.3, B=4 12.3, 13.3
+  // / 10.3, 10.7.
+  plan.ahead = walks * splits <= resident && (plan.tiles > 1 ? walks <= 16 : splits == blocks);
   // The carveout of the attention kernel that follows lets the launches of a step overlap: whole step, 32k, B=1 14.6 ->
   // 12.0 us (bf16), 13.9 -> 10.8 (fp8). But it leaves 28 KB of L1 for the loads under way: B=4 21.5 -> 23.5 us (bf16;
   // fp8 17.9 -> 17.2), select_blocks of B=16 35.3 -> 44.6.
