@@ -52,54 +52,53 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import paging, ptx, smem, softmax
+from shared import paging, ptx, smem, softmax, tma
 from shared.head_tile import DIM, KEYS, ROWS, HeadTile
 from shared.program import Program
 
-WARPS, THREADS = 4, 128
 # To each CTA of a cluster: 16 / splits rows of 128 + 4 + 1 floats from `splits` CTAs, or of 2 quarters from one.
 SENT_BYTES = 16 * (DIM * 4 + 20)
 LANE_SUMS = ROWS * DIM * 4  # a warp's 16 x 128 floats, each lane's own 64
 
 
 class Decode(HeadTile):
-    """One variant: KV dtype and CTAs a row."""
+    """One variant: KV dtype, CTAs a row, slabs of a warp's ring, CTAs an SM; `bulk`: KV comes by tensor map."""
 
-    def __init__(self, kv_dtype, splits, stages, ctas_per_sm):
+    def __init__(self, kv_dtype, splits, slabs, ctas_per_sm, bulk=None, joint=None):
         super().__init__(kv_dtype)
-        self.splits, self.stages, self.ctas_per_sm = splits, stages, ctas_per_sm
+        self.splits, self.slabs, self.ctas_per_sm = splits, slabs, ctas_per_sm
+        self.bulk = splits <= 2 if bulk is None else bulk
+        # K and V of a unit are waited for and asked for again together.
+        self.joint = self.bulk and slabs % 2 == 0 and slabs > 2 if joint is None else joint
+        self.warps = 8 if splits == 2 else 4
+        self.threads = 32 * self.warps
         self.rows_per_rank = ROWS // splits
-        # Shared memory map. A warp's region is its ring, then its partial with the numbers behind it; the swizzles of
-        # the slabs flip address bits, so it starts at a multiple of 1 KiB.
-        ring = 2 * self.slab * stages
-        need = max(ring + LANE_SUMS, 2 * self.sums_bytes) if splits == 2 else max(ring, self.sums_bytes)
-        self.region = -(-need // 1024) * 1024
-        self.outer_at, self.outer_step = (ring, self.region) if splits == 2 else (WARPS * self.region, LANE_SUMS)
-        self.received_at = WARPS * self.region + (WARPS * LANE_SUMS if splits == 1 else 0)
-        assert splits != 2 or self.sums_bytes <= ring  # the second chain's partial may not reach the first chain
+        # Shared memory map. A warp's region is its ring, then its partial with the numbers behind it; the swizzle of
+        # the slabs flips address bits, so it starts at a multiple of 1 KiB.
+        self.region = -(-max(self.slab * slabs, self.sums_bytes) // 1024) * 1024
+        self.outer_at = self.warps * self.region
+        self.received_at = self.outer_at + (self.warps * LANE_SUMS if splits == 1 else 0)
         self.rank_bytes = self.rows_per_rank * (DIM * 4 + 32)  # what one CTA sends to one other: rows, then l[4] and m
         self.mbarrier_at = self.received_at + (splits * self.rank_bytes if splits > 1 else 0)
-        self.lists_at = self.mbarrier_at + 16
-        self.dynamic_smem = self.lists_at + WARPS * 32 * paging.ENTRY_BYTES
+        self.full_at = self.mbarrier_at + 16  # the rings' mbarriers, one a slab
+        self.lists_at = self.full_at + (self.warps * slabs * 8 + 15) // 16 * 16
+        self.dynamic_smem = self.lists_at + self.warps * 32 * paging.ENTRY_BYTES
 
     # ---- what a warp works on
 
     def quarter_of(self, warp, rank):
-        return {1: warp, 2: rank * 2 + (warp >> 1), 4: rank, 16: rank >> 2}[self.splits]
+        return {1: warp, 2: rank * 2 + (warp >> 2), 4: rank, 16: rank >> 2}[self.splits]
 
     def share_of(self, warp, rank, listed):
         """(first list position, number of positions, links of a chain) of a warp."""
         links = (listed + 3) >> 2
         if self.splits == 1:
             return Int32(0), listed, links
-        if self.splits == 2:
-            first = (warp & 1) * (links * 2)
-            return first, ptx.maximum_i32(ptx.minimum_i32(listed - first, links * 2), Int32(0)), links
-        if self.splits == 4:
-            first = warp * links
-            return first, ptx.maximum_i32(ptx.minimum_i32(listed - first, links), Int32(0)), links
-        first = (rank & 3) * links + warp
-        return first, Int32((warp < links) & (first < listed)), links
+        if self.splits == 16:
+            first = (rank & 3) * links + warp
+            return first, Int32((warp < links) & (first < listed)), links
+        first = (warp & 3) * links
+        return first, ptx.maximum_i32(ptx.minimum_i32(listed - first, links), Int32(0)), links
 
     def unit_of(self, entry, quarter, end):
         """(page, visible keys) of a listed block's quarter."""
@@ -136,37 +135,34 @@ class Decode(HeadTile):
         return m, sums[:4], sums[4:]
 
     def fold_quarter(self, base, which, head, thread):
-        """splits = 2: the sum over the groups of the CTA's first or second quarter, for 8 dims of a head."""
-        regions = [base + (2 * which + warp) * self.region for warp in range(2)]
-        places = [r + at for r in regions for at in (self.sums_bytes, 0)]
-        return self.fold(places, head, thread % 8, first=(thread % 16) // 8 * 2, count=2)
+        """splits = 2: the sum over the groups of the CTA's first or second quarter, for 4 dims of a head."""
+        places = [base + (4 * which + group) * self.region for group in range(4)]
+        return self.fold(places, head, thread % 8, first=thread % 32 // 8, count=1)
 
     def exchange_pair(self, base, thread, rank):
         """splits = 2: this CTA's two quarters of the heads that the other finishes go there, its own stay in
-        registers until the other's two have come: (m, l[4], o[8])."""
-        row, other = thread // 16, 1 - rank
-        dims = (thread % 8) * 4 + (thread % 16) // 8 * 64
+        registers until the other's two have come: (m, l[4], o[4])."""
+        row, part, other = thread // 32, thread % 32, 1 - rank
         mbarrier = smem.of_rank(base + self.mbarrier_at, other)
         areas = [base + self.received_at + which * self.rank_bytes for which in range(2)]
-        at_values, at_numbers = row * (DIM * 4) + dims * 4, self.rows_per_rank * (DIM * 4) + row * 32
+        at_values, at_numbers = row * (DIM * 4) + part * 16, self.rows_per_rank * (DIM * 4) + row * 32
         for which in range(2):
             m, l, o = self.fold_quarter(base, which, other * self.rows_per_rank + row, thread)
             there = smem.of_rank(areas[which], other)
-            for i in range(2):
-                smem.send_f32x4(there + at_values + 128 * i, o[4 * i : 4 * i + 4], mbarrier)
-            self.send_numbers(there + at_numbers, l, m, mbarrier, thread % 16)
+            smem.send_f32x4(there + at_values, o, mbarrier)
+            self.send_numbers(there + at_numbers, l, m, mbarrier, part)
         own = [self.fold_quarter(base, which, rank * self.rows_per_rank + row, thread) for which in range(2)]
         own = [[m, *l, *o] for m, l, o in own]
         smem.mbarrier_wait(base + self.mbarrier_at, 0, "cluster")
         came = []
         for a in areas:
-            values = smem.load_f32x4(a + at_values) + smem.load_f32x4(a + at_values + 128)
-            came.append([smem.load_f32(a + at_numbers + 16), *smem.load_f32x4(a + at_numbers), *values])
+            numbers = smem.load_f32x4(a + at_numbers)
+            came.append([smem.load_f32(a + at_numbers + 16), *numbers, *smem.load_f32x4(a + at_values)])
         low = rank == 0
         quarters = [[ptx.select(low, x, y) for x, y in zip(own[i], came[i])] for i in range(2)]
         quarters += [[ptx.select(low, y, x) for x, y in zip(own[i], came[i])] for i in range(2)]
         m, factors = softmax.weights([x[0] for x in quarters])
-        sums = [softmax.weighted_sum([x[i] for x in quarters], factors) for i in range(1, 13)]
+        sums = [softmax.weighted_sum([x[i] for x in quarters], factors) for i in range(1, 9)]
         return m, sums[:4], sums[4:]
 
     @cute.jit
@@ -179,16 +175,16 @@ class Decode(HeadTile):
         """(head, first dim) that a thread finishes."""
         if self.splits == 1:
             return thread // 8, (thread % 8) * 4
-        if self.splits == 2:
-            return rank * 8 + thread // 16, (thread % 8) * 4 + (thread % 16) // 8 * 64
-        threads = THREADS // self.rows_per_rank  # a head
-        return rank * self.rows_per_rank + thread // threads, (thread % threads) * self.rows_per_rank
+        threads = self.threads // self.rows_per_rank  # a head
+        return rank * self.rows_per_rank + thread // threads, (thread % threads) * (DIM // threads)
 
     # ---- the kernel
 
     @cute.kernel
     def kernel(
         self,
+        k_map: cute.CopyAtom,
+        v_map: cute.CopyAtom,
         q: Int64,
         k: Int64,
         v: Int64,
@@ -244,6 +240,16 @@ class Decode(HeadTile):
         guess = paging.guess_request(token, requests, requests_per_token)
         row_ids = ids + token64 * ids_token + head64 * ids_head
         row_q = q + token64 * q_token + Int64(kv_head * group) * q_head
+        bars = base + self.full_at + warp * (self.slabs * 8)
+        maps = (Int64(0), Int64(0))
+        if cutlass.const_expr(self.bulk):
+            maps = (tma.map_address(k_map), tma.map_address(v_map))
+            if lane == 0:
+                for i in cutlass.range_constexpr(self.slabs):
+                    smem.mbarrier_init(bars + i * 8, 1)
+                for i in cutlass.range_constexpr(2):
+                    tma.prefetch_map(maps[i])
+            ptx.warp_barrier()
         if (warp == 0) & (rank == 0):
             row_pages = page_table + Int64(guess) * page_table_row
             paging.warm_l2(row_ids, ids_slot, width, row_pages, page_width, row_q, q_head, group, lane)
@@ -254,10 +260,11 @@ class Decode(HeadTile):
             ptx.warp_barrier()
             smem.cluster_arrive_relaxed()
         quarter = self.quarter_of(warp, rank)
-        first_key = Int64(((quarter * KEYS) & ((1 << page_bits) - 1)) + lane // self.lanes_per_key)
+        first_key = (quarter * KEYS) & ((1 << page_bits) - 1)
         chunk = Int64((lane % self.lanes_per_key) * 16)
-        k_lane = k + head64 * k_head + first_key * k_token + chunk
-        v_lane = v + head64 * v_head + first_key * v_token + chunk
+        lane_key = Int64(first_key + lane // self.lanes_per_key)
+        k_lane = k + head64 * k_head + lane_key * k_token + chunk
+        v_lane = v + head64 * v_head + lane_key * v_token + chunk
         region = base + warp * self.region
         lists = base + self.lists_at + warp * (32 * paging.ENTRY_BYTES)
         ptx.wait_for_previous_kernel()
@@ -271,26 +278,30 @@ class Decode(HeadTile):
         first, count, links = self.share_of(warp, rank, listed)
         entries = lists + first * paging.ENTRY_BYTES
 
-        kv = (k_lane, k_page, k_token, v_lane, v_page, v_token)
-        self.fill_ring(region, entries, count, quarter, end, lane, *kv)
+        place = (region, bars, entries, count, quarter, end, lane)
+        if cutlass.const_expr(self.bulk):
+            kv = (*maps, first_key, kv_head)
+        else:
+            kv = (k_lane, k_page, k_token, v_lane, v_page, v_token)
+        self.fill_ring(place, kv)
 
         # -- the query, while the keys are under way
         Q, O, state = self.registers()
         logit_scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
         scale = self.load_query(row_q, q_head, group, lane, Q, logit_scale, bf16_query)
-        outer_at = base + self.outer_at + warp * self.outer_step + lane * 16
-        self.walk(region, entries, count, links, quarter, end, lane, *kv, Q, *scale, state, O, outer_at)
+        outer_at = base + self.outer_at + warp * LANE_SUMS + lane * 16
+        self.walk(place, kv, links, Q, scale, state, O, outer_at)
 
         # -- the sum of the warps, then of the cluster
-        self.store_sums(region + (self.sums_bytes if self.splits == 2 else 0), lane, state, O)
+        self.store_sums(region, lane, state, O)
         ptx.barrier()
         head, dim = self.place_of(thread, rank)
         if cutlass.const_expr(self.splits == 2):
             smem.cluster_wait()  # the other CTA has begun, its mbarrier exists
             m, l, o = self.exchange_pair(base, thread, rank)
         else:
-            m, l, o = self.fold([base + w * self.region for w in range(WARPS)], thread // 8, thread % 8)
+            m, l, o = self.fold([base + w * self.region for w in range(4)], thread // 8, thread % 8)
         if cutlass.const_expr(self.splits > 2):
             smem.cluster_wait()  # every CTA of the cluster has begun, its mbarrier exists
             values_there, numbers_there, mbarrier_there = self.place_at(base, rank, thread // 8)
@@ -298,7 +309,7 @@ class Decode(HeadTile):
                 smem.send_f32x4(values_there + thread % 8 * 16 + 128 * i, o[4 * i : 4 * i + 4], mbarrier_there)
             self.send_numbers(numbers_there, l, m, mbarrier_there, thread % 8)
             smem.mbarrier_wait(base + self.mbarrier_at, 0, "cluster")
-            m, l, o = self.fold_cluster(base, thread // (THREADS // self.rows_per_rank), dim)
+            m, l, o = self.fold_cluster(base, thread // (self.threads // self.rows_per_rank), dim)
         if head < group:
             query_head = Int64(kv_head * group + head)
             at = out + token64 * out_token + query_head * out_head + Int64(dim) * 2
@@ -306,115 +317,114 @@ class Decode(HeadTile):
             if (dim == 0) & (lse != 0):
                 ptx.store_f32(lse + token64 * lse_token + query_head * lse_head, softmax.natural_lse(m, total))
 
+    # ---- the ring: slabs K0, V0, K1, V1, ... of the warp's units
+
     @cute.jit
-    def fill_ring(
-        self,
-        region: Int32,
-        entries: Int32,
-        count: Int32,
-        quarter: Int32,
-        end: Int32,
-        lane: Int32,
-        k_lane: Int64,
-        k_page: Int64,
-        k_token: Int64,
-        v_lane: Int64,
-        v_page: Int64,
-        v_token: Int64,
-    ):
-        """A group of copies for each slab, empty where there is no unit."""
-        for i in cutlass.range_constexpr(self.stages):
-            keys = region + i * 2 * self.slab
-            if i < count:
-                page, visible = self.unit_of(entries + i * paging.ENTRY_BYTES, quarter, end)
-                self.load_unit(keys, k_lane + Int64(page) * k_page, k_token, visible, lane, False)
-            smem.copies_commit()
-            if i < count:
-                page, visible = self.unit_of(entries + i * paging.ENTRY_BYTES, quarter, end)
-                self.load_unit(keys + self.slab, v_lane + Int64(page) * v_page, v_token, visible, lane, True)
+    def ask(self, i: int, unit: Int32, slot: Int32, place, kv):
+        """Starts the copy of K (i = 0) or V (i = 1) of a unit into a slot of the ring, if there is such a unit."""
+        region, bars, entries, count, quarter, end, lane = place
+        slab = region + slot * self.slab
+        if cutlass.const_expr(self.bulk):
+            if (unit < count) & (lane == 0):
+                page, visible = self.unit_of(entries + unit * paging.ENTRY_BYTES, quarter, end)
+                page = ptx.select(visible > 0, page, Int32(-1))  # outside of the tensor: zeros
+                if cutlass.const_expr(not self.joint):
+                    smem.mbarrier_expect(bars + slot * 8, self.slab)
+                elif cutlass.const_expr(i == 0):
+                    smem.mbarrier_expect(bars + slot * 8, 2 * self.slab)
+                at = [Int32(0), kv[2]] + ([] if self.fp8 else [Int32(0)]) + [kv[3], page]
+                tma.load_box(slab, kv[i], at, bars + (slot - i if self.joint else slot) * 8)
+        else:
+            if unit < count:
+                page, visible = self.unit_of(entries + unit * paging.ENTRY_BYTES, quarter, end)
+                source, page_bytes, token = kv[3 * i : 3 * i + 3]
+                self.load_unit(slab, source + Int64(page) * page_bytes, token, visible, lane)
             smem.copies_commit()
 
     @cute.jit
-    def walk(
-        self,
-        region: Int32,
-        entries: Int32,
-        count: Int32,
-        links: Int32,
-        quarter: Int32,
-        end: Int32,
-        lane: Int32,
-        k_lane: Int64,
-        k_page: Int64,
-        k_token: Int64,
-        v_lane: Int64,
-        v_page: Int64,
-        v_token: Int64,
-        Q: cute.Tensor,
-        scale0: Float32,
-        scale1: Float32,
-        state: cute.Tensor,
-        O: cute.Tensor,
-        outer_at: Int32,
-    ):
-        """The warp's units, one after the other; state and O are their sums in the end, and the ring is free.
+    def ask_next(self, i: int, unit: Int32, slot: Int32, place, kv):
+        """Fills the slot that K or V of a unit has left; all lanes have read what they need of it."""
+        ptx.warp_barrier()
+        if cutlass.const_expr(self.joint):
+            if cutlass.const_expr(i == 1):
+                self.ask(0, unit + self.slabs // 2, slot - 1, place, kv)
+                self.ask(1, unit + self.slabs // 2, slot, place, kv)
+        else:
+            ahead = (i + self.slabs) // 2
+            self.ask((i + self.slabs) % 2, unit + ahead, slot, place, kv)
 
-        splits = 2: state and O are the first chain's in the end, the second chain's are where the ring was.
-        """
+    def fill_ring(self, place, kv):
+        for i in range(self.slabs):
+            self.ask(i % 2, Int32(i // 2), Int32(i), place, kv)
+
+    def await_slab(self, bars, slot, parity, last=False):
+        if self.bulk:
+            smem.mbarrier_wait(bars + slot * 8, parity)
+        else:
+            smem.copies_wait(0 if last else self.slabs - 1)
+            ptx.warp_barrier()
+
+    def after(self, slot, parity):
+        """The next slot of the ring, and the parity of its phase."""
+        wraps = slot == self.slabs - 1
+        return ptx.select(wraps, Int32(0), slot + 1), ptx.select(wraps, parity ^ 1, parity)
+
+    @cute.jit
+    def walk(self, place, kv, links: Int32, Q: cute.Tensor, scale, state: cute.Tensor, O: cute.Tensor, outer_at: Int32):
+        """The warp's units, one after the other; state and O are their sums in the end, and the ring is free."""
+        region, bars, entries, count, quarter, end, lane = place
         S = cute.make_rmem_tensor(cute.make_layout(16), Float32)
         outer = cute.make_rmem_tensor(cute.make_layout(4), Float32)  # as state, of the sums in shared memory
         self.clear(state, O)
-        if cutlass.const_expr(self.splits <= 2):
-            self.clear_outer(outer, outer_at)
-        slot, link, first_chain = Int32(0), Int32(0), ptx.minimum_i32(links, count)
+        slot, parity, link = Int32(0), Int32(0), Int32(0)
+        refilled = self.splits < 16  # with 16 CTAs a row a warp has one unit
         for u in cutlass.range(count, unroll=1):
-            keys = region + slot * (2 * self.slab)
-            values = keys + self.slab
-            entry = entries + u * paging.ENTRY_BYTES
-            _, visible = self.unit_of(entry, quarter, end)
-            refill = entry + self.stages * paging.ENTRY_BYTES
-            more = u + self.stages < count
-            smem.copies_wait(2 * self.stages - 1)
-            ptx.warp_barrier()
-            c = self.scores(keys, lane, Q)
+            _, visible = self.unit_of(entries + u * paging.ENTRY_BYTES, quarter, end)
+            self.await_slab(bars, slot, parity)
+            c = self.scores(region + slot * self.slab, lane, Q)
             for n in cutlass.range_constexpr(16):
                 S[n] = c[n // 4][n % 4]
-            if cutlass.const_expr(self.splits < 16):
-                ptx.warp_barrier()
-                if more:
-                    page, left = self.unit_of(refill, quarter, end)
-                    self.load_unit(keys, k_lane + Int64(page) * k_page, k_token, left, lane, False)
-                smem.copies_commit()
+            if cutlass.const_expr(refilled and not self.joint):
+                self.ask_next(0, u, slot, place, kv)
+            v_slot, v_parity = self.after(slot, parity)
+            values = region + v_slot * self.slab
+            loaded = None
+            if cutlass.const_expr(self.joint):
+                if visible < KEYS:
+                    self.hide(values, visible, lane)
+                loaded = self.load_values(values, lane, 0)
             if visible < KEYS:
                 self.mask(S, lane & 3, visible)
-            P, m, l = self.probabilities(S, [scale0, scale1])
+            P, m, l = self.probabilities(S, scale)
             factor = self.raise_reference(state, O, m[0], m[1], l[0], l[1])
-            smem.copies_wait(2 * self.stages - 1 if self.splits < 16 else 0)
-            ptx.warp_barrier()
-            self.add_values(values, lane, P, factor, O)
-            if cutlass.const_expr(self.splits < 16):
-                ptx.warp_barrier()
-                if more:
-                    page, left = self.unit_of(refill, quarter, end)
-                    self.load_unit(values, v_lane + Int64(page) * v_page, v_token, left, lane, True)
-                smem.copies_commit()
-                slot = ptx.select(slot == self.stages - 1, Int32(0), slot + 1)
+            if cutlass.const_expr(not self.joint):
+                self.await_slab(bars, v_slot, v_parity, not refilled)
+                if cutlass.const_expr(self.bulk):
+                    if visible < KEYS:
+                        self.hide(values, visible, lane)
+            self.add_values(values, lane, P, factor, O, loaded)
+            if cutlass.const_expr(refilled):
+                self.ask_next(1, u, v_slot, place, kv)
+            slot, parity = self.after(v_slot, v_parity)
             if cutlass.const_expr(self.splits == 1):
                 link = link + 1
                 if (link == links) | (u + 1 == count):
-                    self.add_group(outer, outer_at, state, O)
+                    if u < links:
+                        self.keep_chain(outer, outer_at, state, O)
+                    else:
+                        self.add_chain(outer, outer_at, state, O)
                     link = Int32(0)
-            if cutlass.const_expr(self.splits == 2):
-                if u + 1 == first_chain:
-                    self.keep_chain(outer, outer_at, state, O)
         if cutlass.const_expr(self.splits == 1):
-            self.take_outer(outer, outer_at, state, O)
-        smem.copies_wait(0)
+            if count > 0:
+                self.take_outer(outer, outer_at, state, O)
+        if cutlass.const_expr(not self.bulk):
+            smem.copies_wait(0)
         ptx.warp_barrier()
-        if cutlass.const_expr(self.splits == 2):
-            self.store_sums(region, lane, state, O)
-            self.take_outer(outer, outer_at, state, O)
-            ptx.warp_barrier()  # its partial may cover what the other lanes kept
+
+    def hide(self, values, visible, lane):
+        self.clear_keys(values, visible, lane)
+        tma.fence_async()
+        ptx.warp_barrier()
 
     @cute.jit
     def entry(
@@ -462,7 +472,10 @@ class Decode(HeadTile):
         requests_per_token: Float32,
         stream: cuda.CUstream,
     ):
+        example = tma.example_map(cutlass.Uint8)
         self.kernel(
+            example,
+            example,
             q,
             k,
             v,
@@ -506,7 +519,7 @@ class Decode(HeadTile):
             requests_per_token,
         ).launch(
             grid=[self.splits, 1, 1],  # the host's launch has tokens * splits, KV heads
-            block=[THREADS, 1, 1],
+            block=[self.threads, 1, 1],
             cluster=[self.splits, 1, 1] if self.splits > 1 else None,
             smem=self.dynamic_smem,
             min_blocks_per_mp=self.ctas_per_sm,
@@ -515,9 +528,9 @@ class Decode(HeadTile):
         )
 
 
-# (CTAs a row, stages, CTAs an SM)
-GEOMETRIES_16BIT = [(1, 1, 2), (2, 1, 2), (4, 1, 3), (16, 1, 3)]
-GEOMETRIES_FP8 = [(1, 2, 2), (2, 2, 2), (4, 2, 3), (16, 1, 4)]
+# (CTAs a row, slabs of a ring, CTAs an SM)
+GEOMETRIES_16BIT = [(1, 2, 2), (2, 3, 1), (4, 2, 3), (16, 2, 3)]
+GEOMETRIES_FP8 = [(1, 4, 2), (2, 6, 1), (4, 4, 3), (16, 2, 4)]
 VARIANTS = [(dtype, *g) for dtype in ("bf16", "f16") for g in GEOMETRIES_16BIT]
 VARIANTS += [(dtype, *g) for dtype in ("e4m3", "e5m2") for g in GEOMETRIES_FP8]
 

@@ -1,14 +1,16 @@
 """16 query heads against 32 keys: the tile of the decode kernels, by one warp.
 
 The query heads that share a KV head are the rows of mma.sync m16n8k16; fewer than 16 leave zero rows. A *unit* is 32
-keys of K and of V, each a slab of shared memory with 16-byte chunks swizzled so that neither the copies in nor the
-reads out meet a bank twice:
-    K   chunk ^ 4 * (key & 1)    lane (g, t) reads 16 bytes of key g at chunks t, t + 4, ...
-    V   chunk ^ (key & 7)        16-bit: ldmatrix; fp8: lane (g, t) reads chunk g of keys 2t, 2t + 1, 2t + 8, 2t + 9
+keys of K and of V, each a slab of shared memory: rows of 128 bytes (fp8: a key; 16-bit: half a key, and the other halves
+of all keys behind them), in the 128-byte swizzle of tensor maps: chunk c of row r lies at c ^ (r & 7). So a slab can come
+by tensor map or by cp.async.
+Column c of a tile of 8 keys is key c ^ 4 (c & 1): then no read below meets a bank twice, in the swizzle as it is.
+    K   lane (g, t) reads 16 bytes of column g's key at chunks t, t + 4, ...
+    V   16-bit: ldmatrix; fp8: lane (g, t) reads chunk g of the keys of columns 2t and 2t + 1
 Which k index of the product a dim gets is free as long as q and K agree, and so is which column of the output a dim
 gets. The 16-byte reads therefore need no shuffling: 16 bytes of a key in a lane are operands of two (16-bit) or four
-(fp8) k steps, and q is loaded to match. With fp8, output tile j has dims 16 c + j as its columns c. fp8 is widened
-exactly to fp16; P is rounded to the 16-bit type of the product. Registers g = lane / 4, t = lane % 4 as in mma.py.
+(fp8) k steps, and q is loaded to match. With fp8, output tile j has dims 16 c + (j ^ 8 ((c / 2) & 1)) as its columns c:
+half of the lanes read the upper 8 bytes of their chunk first, away from the others' banks. fp8 is widened exactly to fp16; P is rounded to the 16-bit type of the product. Registers g = lane / 4, t = lane % 4 as in mma.py.
 """
 
 import cutlass
@@ -19,6 +21,8 @@ from shared import mma, ptx, smem, softmax
 
 ROWS, DIM = 16, 128
 KEYS = 32  # of a unit
+SLAB_ROW = 128  # bytes
+HALF = KEYS * SLAB_ROW  # what lies between the halves of a key of 256 bytes
 SIGN_BITS = -2147450880  # 0x80008000
 KV_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}
 
@@ -31,37 +35,40 @@ class HeadTile:
         self.fp8 = KV_BYTES[kv_dtype] == 1
         self.mma_dtype = "bf16" if kv_dtype == "bf16" else "f16"
         self.key_bytes = DIM * KV_BYTES[kv_dtype]
-        self.slab = KEYS * self.key_bytes  # K or V of a unit
+        self.slab = KEYS * self.key_bytes  # K or V of a unit, bytes
         self.lanes_per_key = self.key_bytes // 16
         self.keys_per_copy = 32 // self.lanes_per_key
         self.steps_per_chunk = 4 // KV_BYTES[kv_dtype]  # k steps served by 16 bytes
         self.widen = mma.widen_e4m3 if kv_dtype == "e4m3" else mma.widen_e5m2
-        # Row of a partial result in shared memory, in floats. fp8 leaves a lane 32 neighbouring dims, which start 40
+        # Row of a partial result in shared memory, in floats. fp8 leaves a lane 32 neighbouring dims, which start 36
         # floats apart; the strides keep the 16-byte accesses of both layouts off each other's banks.
-        self.partial_row = 164 if self.fp8 else 136
+        self.partial_row = 144 if self.fp8 else 136
         self.partial_bytes = ROWS * self.partial_row * 4
         self.sums_bytes = self.partial_bytes + 320  # with m and l behind it
 
     # ---- loads of KV
 
-    def load_unit(self, target, source, token_stride, visible, lane, is_v, keys=KEYS):
-        """The first `keys` of a slab; `source` is this lane's part of its first key. Keys from `visible` on are not
-        read: they become zeros."""
+    def load_unit(self, target, source, token_stride, visible, lane):
+        """A slab by cp.async; `source` is this lane's part of its first key. Keys from `visible` on are not read: they
+        become zeros."""
         key = lane // self.lanes_per_key
         chunk = lane % self.lanes_per_key
-        if is_v:
-            column = chunk ^ (key & 7)
-        else:
-            column = chunk ^ ((key & 1) << 2)
-        base = target + key * self.key_bytes + column * 16
+        base = target + (chunk >> 3) * HALF + key * SLAB_ROW + ((chunk & 7) ^ (key & 7)) * 16
         left = visible - key
         step = self.keys_per_copy
-        for i in range(keys // step):
-            flip = (step * i) & 7 if is_v else ((step * i) & 1) << 2
-            address = (base ^ (flip * 16)) + i * step * self.key_bytes
+        for i in range(KEYS // step):
+            address = (base ^ (((step * i) & 7) * 16)) + i * step * SLAB_ROW
             smem.copy_async_16(address, source, ptx.select(left > i * step, Int32(16), Int32(0)))
-            if i + 1 < keys // step:
+            if i + 1 < KEYS // step:
                 source = source + token_stride * step
+
+    @cute.jit
+    def clear_keys(self, slab: Int32, visible: Int32, lane: Int32):
+        """Zeros for the keys from `visible` on: P is 0 there, but what a tensor map brought may be NaN."""
+        if lane >= visible:
+            for i in cutlass.range_constexpr(self.key_bytes // 16):
+                at = slab + lane * SLAB_ROW + (i >> 3) * HALF + (i & 7) * 16
+                smem.store_i32x4(at, [Int32(0)] * 4)
 
     # ---- the query
 
@@ -108,13 +115,14 @@ class HeadTile:
     # ---- one unit
 
     def scores(self, keys, lane, Q):
-        """16 x 32 raw logits as C fragments of 4 key tiles. A lane reads 16 bytes of key g of each tile at a time."""
+        """16 x 32 raw logits as C fragments of 4 key tiles. A lane reads 16 bytes of a key of each tile at a time."""
         g, t = lane >> 2, lane & 3
-        base = keys + g * self.key_bytes + (t ^ ((g & 1) << 2)) * 16
+        key = g ^ ((g & 1) << 2)
+        base = keys + key * SLAB_ROW + (t ^ key) * 16
         c = [None] * 4
         for i in range(self.lanes_per_key // 4):
-            chunks = (base ^ (64 * (i & 1))) + 128 * (i >> 1)
-            words = [smem.load_i32x4(chunks + n * 8 * self.key_bytes) for n in range(4)]
+            chunks = (base ^ (64 * (i & 1))) + HALF * (i >> 1)
+            words = [smem.load_i32x4(chunks + n * 8 * SLAB_ROW) for n in range(4)]
             for k in range(self.steps_per_chunk):
                 step = self.steps_per_chunk * i + k
                 a = [Q[4 * step + r] for r in range(4)]
@@ -124,10 +132,10 @@ class HeadTile:
         return c
 
     def mask(self, S, t, visible):
-        left = visible - t * 2
+        left = [visible - 2 * t, visible - (2 * t ^ 5)]  # of columns 2t and 2t + 1 of a tile
         for n in range(4):
             for k in range(2):
-                seen = left > n * 8 + k
+                seen = left[k] > n * 8
                 for row in range(2):
                     i = 4 * n + 2 * row + k
                     S[i] = ptx.select(seen, S[i], Float32(softmax.NEG_INF))
@@ -146,51 +154,46 @@ class HeadTile:
                 fragments[n // 2][2 * (n % 2) + row] = pack(p[2 * n], p[2 * n + 1])
         return fragments, m, l
 
-    def add_values(self, values, lane, P, factor, O, visible=None):
+    def load_values(self, values, lane, tiles):
+        """fp8: the words of eight keys for output tiles 8 `tiles` .. 8 `tiles` + 7."""
+        g, t = lane >> 2, lane & 3
+        even, odd = 2 * t, 2 * t ^ 5  # keys of columns 2t and 2t + 1
+        part = ((g & 2) << 2) ^ (8 * tiles)
+        places = [values + key * SLAB_ROW + (g ^ key) * 16 + part for key in (even, odd)]
+        return [[smem.load_i32x2(a + 8 * SLAB_ROW * i) for a in places] for i in range(4)]
+
+    def add_values(self, values, lane, P, factor, O, loaded=None):
         """O += factor * (P V), with P V from zero: a unit's product does not depend on what came before it.
 
-        `visible`: make zeros of the values of keys from there on, where the slab holds more than the row may see.
+        `loaded`: what `load_values` gave for tiles 0.
         """
-        g, t = lane >> 2, lane & 3
-        masks = None if visible is None else self.value_masks(t, visible)
         if self.fp8:
-            even = values + t * 256 + (g ^ (t * 2)) * 16  # keys 2t, 2t + 8, ...
-            odd = (even ^ 16) + 128  # keys 2t + 1, ...
             for pair in range(2):  # 8 of the lane's 16 dims at a time: 16 registers of bytes
-                words = [[smem.load_i32x2(a + 1024 * i + 8 * pair) for a in (even, odd)] for i in range(4)]
+                words = loaded if pair == 0 and loaded is not None else self.load_values(values, lane, pair)
                 for i in range(2):
-                    b = [self.value_operands(words, step, i, masks) for step in range(2)]
+                    b = [self.value_operands(words, step, i) for step in range(2)]
                     for k in range(4):
                         tile = 8 * pair + 4 * i + k
                         c = mma.mma(None, P[0], b[0][0][k], b[0][1][k], self.mma_dtype)
                         self.accumulate(O, tile, factor, mma.mma(c, P[1], b[1][0][k], b[1][1][k], self.mma_dtype))
         else:
             matrix, r = lane >> 3, lane & 7
-            base = values + ((matrix & 1) * 8 + r) * 256 + ((matrix >> 1) ^ r) * 16
+            key = r ^ ((r & 1) << 2)
+            base = values + ((matrix & 1) * 8 + key) * SLAB_ROW + ((matrix >> 1) ^ key) * 16
             for jj in range(8):
-                b = [mma.load_matrices((base ^ (32 * jj)) + 4096 * step, True) for step in range(2)]
-                if masks is not None:
-                    b = [[w & masks[2 * step + (k & 1)] for k, w in enumerate(b[step])] for step in range(2)]
+                at = (base ^ (32 * (jj & 3))) + HALF * (jj >> 2)
+                b = [mma.load_matrices(at + 16 * SLAB_ROW * step, True) for step in range(2)]
                 for k in range(2):
                     c = mma.mma(None, P[0], b[0][2 * k], b[0][2 * k + 1], self.mma_dtype)
                     c = mma.mma(c, P[1], b[1][2 * k], b[1][2 * k + 1], self.mma_dtype)
                     self.accumulate(O, 2 * jj + k, factor, c)
 
-    def value_masks(self, t, visible):
-        """For keys 8 i + 2t and the next, i = 0..3: which parts of a word of the two stay."""
-        first, second = (0x00FF00FF, -16711936) if self.fp8 else (0x0000FFFF, -65536)
-        left = visible - t * 2
-        keep = lambda key, bits: ptx.select(left > key, Int32(bits), Int32(0))
-        return [keep(8 * i, first) | keep(8 * i + 1, second) for i in range(4)]
-
-    def value_operands(self, words, step, i, masks):
+    def value_operands(self, words, step, i):
         """B words of tiles 4 i .. 4 i + 3 from word i of four keys: bytes of two keys are paired, then widened."""
         result = []
         for keys in (2 * step, 2 * step + 1):
             even, odd = words[keys]
             pairs = [ptx.permute_bytes(even[i], odd[i], selector) for selector in (0x5140, 0x7362)]
-            if masks is not None:
-                pairs = [pair & masks[keys] for pair in pairs]
             result.append([*self.widen(pairs[0]), *self.widen(pairs[1])])
         return result
 
@@ -207,9 +210,10 @@ class HeadTile:
             row = at + (g + 8 * half) * (self.partial_row * 4)
             if cutlass.const_expr(self.fp8):
                 for w in range(4):
+                    at_w = row + t * 144 + (((w >> 1) ^ (t & 1)) << 5) + (w & 1) * 16
                     for c in range(2):
                         words = [O[4 * (4 * w + k) + 2 * half + c] for k in range(4)]
-                        smem.store_f32x4(row + t * 160 + (c * 64 + w * 16), words)
+                        smem.store_f32x4(at_w + c * 64, words)
             else:
                 for j in range(16):
                     smem.store_f32x2(row + t * 8 + j * 32, O[4 * j + 2 * half], O[4 * j + 2 * half + 1])
@@ -227,7 +231,7 @@ class HeadTile:
         l = [softmax.weighted_sum([x[i] for x in row], factors) for i in range(4)]
         o = []
         for k in range(count):
-            offset = head * (self.partial_row * 4) + part * 16 + (160 if self.fp8 else 128) * (first + k)
+            offset = head * (self.partial_row * 4) + part * 16 + (144 if self.fp8 else 128) * (first + k)
             row = [load_x4(at + offset) for at in places]
             o += [softmax.weighted_sum([x[i] for x in row], factors) for i in range(4)]
         return m, l, o
@@ -249,7 +253,8 @@ class HeadTile:
     def raise_reference(self, state: cute.Tensor, O: cute.Tensor, m0: Float32, m1: Float32, l0: Float32, l1: Float32):
         """Adds a unit's l and rescales what was there if a row's reference grows. Returns the factors of the unit."""
         new0, new1 = ptx.maximum(state[0], m0), ptx.maximum(state[1], m1)
-        if ptx.ballot(Int32((new0 > state[0]) | (new1 > state[1]))) != 0:
+        empty = Float32(softmax.EMPTY)  # nothing to rescale yet
+        if ptx.ballot(Int32(((new0 > state[0]) & (state[0] > empty)) | ((new1 > state[1]) & (state[1] > empty)))) != 0:
             shrink = [softmax.power_of_two(state[0] - new0), softmax.power_of_two(state[1] - new1)]
             for half in cutlass.range_constexpr(2):
                 state[2 + half] = ptx.multiply(state[2 + half], shrink[half])
@@ -262,24 +267,30 @@ class HeadTile:
 
     # ---- a sum over groups in shared memory: 64 floats a lane, each lane its own
 
-    def clear_outer(self, outer, mine):
-        for i in range(2):
-            outer[i], outer[2 + i] = Float32(softmax.EMPTY), Float32(0.0)
-        for i in range(16):
-            smem.store_f32x4(mine + i * 512, [Float32(0.0)] * 4)
-
-    def add_group(self, outer, mine, state, O):
+    @cute.jit
+    def add_chain(self, outer: cute.Tensor, mine: Int32, state: cute.Tensor, O: cute.Tensor):
         """outer += a finished chain, which starts anew."""
+        old0, old1, new0, new1 = self.join(outer, state)
+        if ptx.ballot(Int32((old0 + new0 < Float32(2.0)) | (old1 + new1 < Float32(2.0)))) != 0:
+            old, new = [old0, old1], [new0, new1]
+            for i in cutlass.range_constexpr(16):
+                before = smem.load_f32x4(mine + i * 512)
+                scaled = [ptx.multiply(x, old[k >> 1]) for k, x in enumerate(before)]
+                smem.store_f32x4(mine + i * 512, [ptx.fma(O[4 * i + k], new[k >> 1], scaled[k]) for k in range(4)])
+        else:  # the usual case, with the same bits: factors of 1
+            for i in cutlass.range_constexpr(16):
+                before = smem.load_f32x4(mine + i * 512)
+                smem.store_f32x4(mine + i * 512, [O[4 * i + k] + before[k] for k in range(4)])
+        self.clear(state, O)
+
+    def join(self, outer, state):
+        """outer's m and l with those of a chain; returns the factors of both, (outer's) x 2, (the chain's) x 2."""
         old, new = [None] * 2, [None] * 2
         for half in range(2):
             top, (old[half], new[half]) = softmax.weights([outer[half], state[half]])
             outer[half] = top
             outer[2 + half] = ptx.fma(state[2 + half], new[half], ptx.multiply(outer[2 + half], old[half]))
-        for i in range(16):
-            before = smem.load_f32x4(mine + i * 512)
-            scaled = [ptx.multiply(x, old[k >> 1]) for k, x in enumerate(before)]
-            smem.store_f32x4(mine + i * 512, [ptx.fma(O[4 * i + k], new[k >> 1], scaled[k]) for k in range(4)])
-        self.clear(state, O)
+        return *old, *new
 
     def keep_chain(self, outer, mine, state, O):
         """outer = a finished chain, and the next starts."""

@@ -1,13 +1,14 @@
 """Softmax in pieces whose merge loses nothing: every piece is scaled by a power of two.
 
 A piece of a row (some of its keys) is kept as
-    m            an integer (held in fp32), at least the largest logit of the piece in log2 units
-    l            sum of p,      p = 2^(logit - m), so 0 < p <= 1
+    m            a multiple of 8 (held in fp32), 0 to 8 below the largest logit of the piece in log2 units
+    l            sum of p,      p = 2^(logit - m), so the largest p is in (1, 256]: far from the ends of fp16
     o            sum of p * v
 and two pieces merge to the larger m with o = o_a 2^(m_a - m) + o_b 2^(m_b - m). Both factors are powers of two, so
 scaling is exact (in fp32, as long as nothing falls below 2^-126) and the one rounding is that of the sum. What a sum
 over pieces gives thus depends on the order of its terms alone: not on when the running maximum grew, nor on which
-warp or CTA merged. A kernel that fixes the order of its terms gets the same bits however it splits the work.
+warp or CTA merged. A kernel that fixes the order of its terms gets the same bits however it splits the work. Coarse
+references rarely differ between the pieces of a row, and then there is nothing to scale.
 
 A piece with nothing visible has m = EMPTY, l = 0, o = 0.
 """
@@ -18,6 +19,7 @@ from shared import ptx
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NEG_INF = float("-inf")
+STEP = 8.0  # of references
 EMPTY = -1.0e38  # finite, so that differences of two of them are not NaN
 SMALLEST = 1.1754943508222875e-38  # stands for a factor 0: -inf * 0 would be NaN
 SHIFT = 12582912.0 + 127.0  # 1.5 * 2^23 + bias: adding it to an integer leaves exponent bits at the bottom of the word
@@ -46,7 +48,8 @@ def tree_sum(values):
 
 def piece(logits, scale):
     """Of one row: the reference m, the p's and this lane's share of l. `scale` > 0 takes logits to log2 units."""
-    m = ptx.maximum(ptx.ceiling(ptx.multiply(row_maximum(logits), scale)), Float32(EMPTY))
+    steps = ptx.ceiling(ptx.fma(row_maximum(logits), scale * Float32(1.0 / STEP), Float32(-1.0)))
+    m = ptx.maximum(ptx.multiply(steps, Float32(STEP)), Float32(EMPTY))
     p = [ptx.exp2(ptx.fma(x, scale, -m)) for x in logits]
     return m, p, tree_sum(p)
 
