@@ -323,35 +323,30 @@ class Decode(HeadTile):
     def ask(self, i: int, unit: Int32, slot: Int32, place, kv):
         """Starts the copy of K (i = 0) or V (i = 1) of a unit into a slot of the ring, if there is such a unit."""
         region, bars, entries, count, quarter, end, lane = place
-        slab = region + slot * self.slab
         if cutlass.const_expr(self.bulk):
-            if (unit < count) & (lane == 0):
-                page, visible = self.unit_of(entries + unit * paging.ENTRY_BYTES, quarter, end)
-                page = ptx.select(visible > 0, page, Int32(-1))  # outside of the tensor: zeros
-                if cutlass.const_expr(not self.joint):
-                    smem.mbarrier_expect(bars + slot * 8, self.slab)
-                elif cutlass.const_expr(i == 0):
-                    smem.mbarrier_expect(bars + slot * 8, 2 * self.slab)
-                at = [Int32(0), kv[2]] + ([] if self.fp8 else [Int32(0)]) + [kv[3], page]
-                tma.load_box(slab, kv[i], at, bars + (slot - i if self.joint else slot) * 8)
+            self.ask_box(i, entries + unit * paging.ENTRY_BYTES, unit < count, end, slot, place, kv)
         else:
             if unit < count:
                 page, visible = self.unit_of(entries + unit * paging.ENTRY_BYTES, quarter, end)
                 source, page_bytes, token = kv[3 * i : 3 * i + 3]
+                slab = region + slot * self.slab
                 self.load_unit(slab, source + Int64(page) * page_bytes, token, visible, lane)
             smem.copies_commit()
 
     @cute.jit
-    def ask_next(self, i: int, unit: Int32, slot: Int32, place, kv):
-        """Fills the slot that K or V of a unit has left; all lanes have read what they need of it."""
-        ptx.warp_barrier()
-        if cutlass.const_expr(self.joint):
-            if cutlass.const_expr(i == 1):
-                self.ask(0, unit + self.slabs // 2, slot - 1, place, kv)
-                self.ask(1, unit + self.slabs // 2, slot, place, kv)
-        else:
-            ahead = (i + self.slabs) // 2
-            self.ask((i + self.slabs) % 2, unit + ahead, slot, place, kv)
+    def ask_box(self, i: int, entry: Int32, exists: cutlass.Boolean, end: Int32, slot: Int32, place, kv):
+        region, bars, _, _, quarter, _, lane = place
+        k_map, v_map, first_key, kv_head = kv
+        if exists & (lane == 0):
+            page, visible = self.unit_of(entry, quarter, end)
+            page = ptx.select(visible > 0, page, Int32(-1))  # outside of the tensor: zeros
+            full = bars + (slot - i if self.joint else slot) * 8
+            if cutlass.const_expr(not self.joint):
+                smem.mbarrier_expect(full, self.slab)
+            elif cutlass.const_expr(i == 0):
+                smem.mbarrier_expect(full, 2 * self.slab)
+            at = [Int32(0), first_key] + ([] if self.fp8 else [Int32(0)]) + [kv_head, page]
+            tma.load_box(region + slot * self.slab, [k_map, v_map][i], at, full)
 
     def fill_ring(self, place, kv):
         for i in range(self.slabs):

@@ -267,6 +267,12 @@ class HeadTile:
 
     # ---- a sum over groups in shared memory: 64 floats a lane, each lane its own
 
+    def clear_outer(self, outer, mine):
+        for i in range(2):
+            outer[i], outer[2 + i] = Float32(softmax.EMPTY), Float32(0.0)
+        for i in range(16):
+            smem.store_f32x4(mine + i * 512, [Float32(0.0)] * 4)
+
     @cute.jit
     def add_chain(self, outer: cute.Tensor, mine: Int32, state: cute.Tensor, O: cute.Tensor):
         """outer += a finished chain, which starts anew."""

@@ -50,10 +50,28 @@ def find_row(
     causal: Int32,
 ):
     """(request, end) of a token. Uniform batches take one round trip; others add log32(B) + 1."""
-    request = guess
     first = ptx.load_i32(cu_seqlens + Int64(guess) * 4)
     stop = ptx.load_i32(cu_seqlens + Int64(guess) * 4 + 4)
     used = ptx.load_i32(seqused + Int64(guess) * 4)
+    return check_row(cu_seqlens, seqused, token, lane, requests, guess, reach, causal, first, stop, used)
+
+
+@cute.jit
+def check_row(
+    cu_seqlens: Int64,
+    seqused: Int64,
+    token: Int32,
+    lane: Int32,
+    requests: Int32,
+    guess: Int32,
+    reach: Int32,
+    causal: Int32,
+    first: Int32,  # of the guessed request: its first token, the next one's, its length
+    stop: Int32,
+    used: Int32,
+):
+    """As `find_row`, of what has been read for the guess."""
+    request = guess
     if (first > token) | (stop <= token):
         found = search_request(cu_seqlens, token, requests, lane)
         exists = Int32(found < requests)
@@ -102,11 +120,24 @@ def list_blocks(
 
     A page number outside the cache becomes -1; a block with no page at all is left out.
     """
-    inside = (block_id >= 0) & (block_id < ((end + 127) >> BLOCK_BITS))
-    entry = block_id << (BLOCK_BITS - page_bits)
-    second = entry + (1 - (page_bits - 6))  # a page of 128 holds both halves
+    inside, entry, second = block_entries(block_id, end, page_bits)
     page_a = ptx.load_i32_if(page_row + Int64(entry) * 4, Int32(inside), -1)
     page_b = ptx.load_i32_if(page_row + Int64(second) * 4, Int32(inside & (second < page_width)), -1)
+    return rank_blocks(table, pages, lane, block_id, inside, page_a, page_b)
+
+
+def block_entries(block_id, end, page_bits):
+    """Whether a block begins before `end`, and the page-table entries of its halves."""
+    inside = (block_id >= 0) & (block_id < ((end + 127) >> BLOCK_BITS))
+    entry = block_id << (BLOCK_BITS - page_bits)
+    return inside, entry, entry + (1 - (page_bits - 6))  # a page of 128 holds both halves
+
+
+@cute.jit
+def rank_blocks(
+    table: Int32, pages: Int32, lane: Int32, block_id: Int32, inside: cutlass.Boolean, page_a: Int32, page_b: Int32
+):
+    """As `list_blocks`, of what has been read for the lane's block."""
     key = ptx.select(inside, block_id, Int32(NO_BLOCK))
     before = ptx.shuffle_up(key, 1)
     unordered = ptx.ballot(Int32((lane > 0) & (before >= key) & inside))

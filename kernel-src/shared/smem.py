@@ -76,6 +76,11 @@ def copy_async_16(target, source, valid_bytes):
     asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "", "rlr", [target, source, valid_bytes])
 
 
+def copy_async_4(target, source, valid_bytes):
+    """4 bytes, of which `valid_bytes` (0 or 4) are read."""
+    asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", "", "rlr", [target, source, valid_bytes])
+
+
 def copies_commit():
     asm("cp.async.commit_group;", "", "", [])
 
