@@ -348,6 +348,18 @@ class Decode(HeadTile):
             at = [Int32(0), first_key] + ([] if self.fp8 else [Int32(0)]) + [kv_head, page]
             tma.load_box(region + slot * self.slab, [k_map, v_map][i], at, full)
 
+    @cute.jit
+    def ask_next(self, i: int, unit: Int32, slot: Int32, place, kv):
+        """Fills the slot that K or V of a unit has left; all lanes have read what they need of it."""
+        ptx.warp_barrier()
+        if cutlass.const_expr(self.joint):
+            if cutlass.const_expr(i == 1):
+                self.ask(0, unit + self.slabs // 2, slot - 1, place, kv)
+                self.ask(1, unit + self.slabs // 2, slot, place, kv)
+        else:
+            ahead = (i + self.slabs) // 2
+            self.ask((i + self.slabs) % 2, unit + ahead, slot, place, kv)
+
     def fill_ring(self, place, kv):
         for i in range(self.slabs):
             self.ask(i % 2, Int32(i // 2), Int32(i), place, kv)
