@@ -61,6 +61,27 @@ static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **
   return 0;
 }
 
+/* What the hardware's 128 bytes stand for here: the arguments of the encoding call (recording_driver.py reads it). */
+typedef struct {
+  uint64_t base, strides[4]; /* bytes, of dimensions 1.. */
+  uint32_t extents[5], box[5], type, rank, swizzle, promotion;
+} TensorMap;
+_Static_assert(sizeof(TensorMap) <= 128, "a tensor map has 128 bytes");
+static CUresult TensorMapEncodeTiled(void *map, int type, unsigned rank, void *base, const uint64_t *extents,
+                                     const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
+                                     int interleave, int swizzle, int promotion, int fill) {
+  TensorMap m = {.base = (uint64_t)base, .type = type, .rank = rank, .swizzle = swizzle, .promotion = promotion};
+  if (m.base % 16 || rank < 1 || rank > 5 || interleave || fill) return 1; /* CUDA_ERROR_INVALID_VALUE */
+  for (unsigned i = 0; i < rank; i++) {
+    m.extents[i] = (uint32_t)extents[i], m.box[i] = box[i];
+    if (!extents[i] || extents[i] > UINT32_MAX || !box[i] || box[i] > 256 || element_strides[i] != 1) return 1;
+    if (i && ((m.strides[i - 1] = strides[i - 1]) % 16 || strides[i - 1] >> 40)) return 1;
+  }
+  memset(map, 0, 128);
+  memcpy(map, &m, sizeof m);
+  return 0;
+}
+
 static const struct {
   const char *name;
   void *function;
@@ -76,6 +97,7 @@ static const struct {
     {"cuLibraryGetKernel", LibraryGetKernel},
     {"cuKernelSetAttribute", KernelSetAttribute},
     {"cuLaunchKernelEx", LaunchKernelEx},
+    {"cuTensorMapEncodeTiled", TensorMapEncodeTiled},
 };
 
 CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *status) {

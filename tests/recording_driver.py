@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMATS = {"i64": "q", "i32": "i", "f32": "f", "pointer": "Q"}
+TENSOR_MAP = "<5Q14I"  # recording_driver.c
 Callback = ctypes.CFUNCTYPE(
     None,
     ctypes.c_char_p,
@@ -20,6 +21,24 @@ Callback = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_void_p),
 )
+
+
+@dataclass
+class TensorMap:
+    """The arguments of the call that encoded a tensor map; innermost dimension first, strides in bytes."""
+
+    base: int
+    extents: tuple
+    strides: tuple
+    box: tuple
+    type: int
+    swizzle: int
+
+    @classmethod
+    def decode(cls, data):
+        words = struct.unpack_from(TENSOR_MAP, data)
+        kind, rank, swizzle, _ = words[15:]
+        return cls(words[0], words[5 : 5 + rank], words[1:rank], words[10 : 10 + rank], kind, swizzle)
 
 
 @dataclass
@@ -70,6 +89,9 @@ class RecordingDriver:
         values = []
         for i, param in enumerate(manifest["params"]):
             data = ctypes.string_at(params[i], param["size"])
-            values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
+            if param["kind"] == "tensor_map":
+                values.append(TensorMap.decode(data))
+            else:
+                values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
         self.launches.append(launch)

@@ -37,6 +37,7 @@ Driver load() {
   resolve(get, d.LibraryGetKernel, "cuLibraryGetKernel", 12000);
   resolve(get, d.KernelSetAttribute, "cuKernelSetAttribute", 12000);
   resolve(get, d.LaunchKernelEx, "cuLaunchKernelEx", 11060);
+  resolve(get, d.TensorMapEncodeTiled, "cuTensorMapEncodeTiled", 12000);
   d.host_memory = dlsym(library, "m3_sparse_host_memory") != nullptr;
   if (CUresult result = d.Init(0); result != CUDA_SUCCESS)
     throw std::runtime_error("m3_sparse: cuInit failed with error " + std::to_string(result));

@@ -17,6 +17,7 @@ struct Driver {
   decltype(&cuLibraryGetKernel) LibraryGetKernel;
   decltype(&cuKernelSetAttribute) KernelSetAttribute;
   decltype(&cuLaunchKernelEx) LaunchKernelEx;
+  decltype(&cuTensorMapEncodeTiled) TensorMapEncodeTiled;
   // A driver that executes kernels in host memory (the tests' emulator) exports `m3_sparse_host_memory`. Only then are
   // CPU tensors accepted.
   bool host_memory;
