@@ -36,6 +36,39 @@ def problem(q="bfloat16", kv="bfloat16", tokens=3, batch=2, heads=(32, 2), pages
     return [out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, True, None, None]
 
 
+def check_map(tensor_map, cache, splits):
+    """Boxes of 32 tokens, rows of 128 bytes, swizzled by 128 bytes; not encoded where a program does not use it."""
+    if splits > 2:
+        assert tensor_map.base == 0 and tensor_map.extents == ()
+        return
+    size = cache.element_size()
+    page, head, token = (s * size for s in cache.stride()[:3])
+    pages, heads, tokens, _ = cache.shape
+    assert tensor_map.base == cache.data_ptr() and tensor_map.swizzle == 3
+    if size == 1:
+        assert tensor_map.type == 0 and tensor_map.box == (128, 32, 1, 1)
+        assert tensor_map.extents == (128, tokens, heads, pages) and tensor_map.strides == (token, head, page)
+    else:
+        assert tensor_map.type == 9 and tensor_map.box == (64, 32, 2, 1, 1)
+        assert tensor_map.extents == (64, tokens, 2, heads, pages) and tensor_map.strides == (token, 128, head, page)
+
+
+@check
+def copies_by_address_where_no_tensor_map_fits(driver):
+    attend = operators().aot_sparse_attention
+    for strides in ((2**39, 128 * 128, 128, 1), (0, 128 * 128, 128, 1)):
+        arguments = problem(pages=2)
+        arguments[4] = arguments[4].as_strided((2, 2, 128, 128), strides)
+        for splits in (1, 2):
+            attend(*arguments, splits)
+            launch = driver.launches.pop()
+            assert launch.entry == program("bf16", 4) and launch.params[0].base == 0
+    arguments = problem()
+    arguments[3], arguments[4] = arguments[3][:0], arguments[4][:0]
+    attend(*arguments, 1)
+    assert driver.launches.pop().entry == program("bf16", 4)
+
+
 @check
 def packs_every_parameter(driver):
     import torch
@@ -59,7 +92,7 @@ def packs_every_parameter(driver):
         attend(out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, splits != 4, k_scale, v_scale, splits)
         launch = driver.launches.pop()
         assert launch.entry == program(short[kv], splits)
-        assert launch.grid == (3 * splits, 2, 1) and launch.block == (128, 1, 1)
+        assert launch.grid == (3 * splits, 2, 1) and launch.block == (256 if splits == 2 else 128, 1, 1)
         assert driver.last_cluster == splits and driver.last_overlap == 1
         assert launch.shared_bytes == driver.manifests[launch.entry]["dynamic_smem"]
         tensors = (query, k_cache, v_cache, ids, table, cu, used, out, lse, k_scale, v_scale)
@@ -69,7 +102,9 @@ def packs_every_parameter(driver):
         strides += [s * 2 for s in out.stride()[:2]] + [s * 4 for s in lse.stride()] + [4, 0]
         numbers = [3, 2, 7, 4, 5, 7, 512, 16, int(splits != 4), int(q == "bfloat16"), 0.25]
         want = [t.data_ptr() for t in tensors] + strides + numbers
-        assert launch.params[:-1] == want
+        assert launch.params[2:-1] == want
+        for tensor_map, cache in zip(launch.params[:2], (k_cache, v_cache)):
+            check_map(tensor_map, cache, splits)
         assert abs(launch.params[-1] - 2 / 3) < 1e-6
     assert not driver.launches
 
@@ -81,8 +116,8 @@ def absent_outputs_and_scales_are_null(driver):
     arguments[1] = None
     attend(*arguments)
     params = driver.launches.pop().params
-    assert params[8] == params[9] == params[10] == 0 and params[25:29] == [0, 0, 0, 0]
-    assert params[34] == 6 and params[35] == 4 * 64
+    assert params[10] == params[11] == params[12] == 0 and params[27:31] == [0, 0, 0, 0]
+    assert params[36] == 6 and params[37] == 4 * 64
 
 
 @check
@@ -91,7 +126,7 @@ def strides_beyond_32_bits_survive(driver):
     arguments = problem(pages=1)
     arguments[3] = arguments[3].as_strided((1, 2, 128, 128), (2**40, 128 * 128, 128, 1))
     attend(*arguments)
-    assert driver.launches.pop().params[13] == 2**41
+    assert driver.launches.pop().params[15] == 2**41
 
 
 @check

@@ -5,6 +5,7 @@
 
 #include "cubins.h"
 #include "launch.h"
+#include "tensor_map.h"
 
 namespace m3_sparse {
 namespace {
@@ -17,7 +18,9 @@ using I32 = std::int32_t;
 using Address = const void*;
 
 using DecodeParams =
-    launch::Params<Address, Address, Address,           // q, k_cache, v_cache
+    launch::Params<launch::TensorMap,
+                   launch::TensorMap,                   // k_cache, v_cache; used by the programs for 1 and 2 CTAs a row
+                   Address, Address, Address,           // q, k_cache, v_cache
                    Address, Address, Address, Address,  // block_indices, block_table, cu_seqlens_q, seqused_k
                    Address, Address, Address, Address,  // out, lse (null: not wanted), k_scale, v_scale (null: one)
                    I64, I64, I64, I64, I64, I64, I64,
@@ -69,6 +72,26 @@ Program program_for(ScalarType kv, int splits) {
 
 Address address(const std::optional<Tensor>& t) { return t.has_value() ? t->data_ptr() : nullptr; }
 
+// The program's boxes are 32 tokens of a head in a page; in shared memory a row has 128 bytes, so a 16-bit token is
+// two.
+launch::TensorMap map_of(const Tensor& cache) {
+  const int size = static_cast<int>(cache.element_size());
+  const I64 pages = cache.size(0), heads = cache.size(1), page = cache.size(2);
+  const I64 by_page = cache.stride(0) * size, by_head = cache.stride(1) * size, by_token = cache.stride(2) * size;
+  if (size == 1)
+    return launch::tensor_map(cache.data_ptr(), 1, {128, page, heads, pages}, {by_token, by_head, by_page},
+                              {128, 32, 1, 1});
+  return launch::tensor_map(cache.data_ptr(), 2, {64, page, 2, heads, pages}, {by_token, 128, by_head, by_page},
+                            {64, 32, 2, 1, 1});
+}
+
+bool has_map(const Tensor& cache) {
+  bool fits = cache.size(0) > 0;
+  for (int i = 0; i < 3; ++i)
+    fits = fits && launch::fits_tensor_map(cache.size(i), cache.stride(i) * static_cast<I64>(cache.element_size()));
+  return fits;
+}
+
 // A scale has one element for all heads or one for each.
 I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->numel() > 1 ? 4 : 0; }
 
@@ -92,8 +115,12 @@ void decode(const DecodeArguments& a, int splits, bool overlap) {
   const I64 q_size = 2, kv_size = a.k_cache.element_size(), page = a.k_cache.size(2), width = a.block_table.size(1);
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
   if (splits == 0) splits = decode_splits(tokens * heads, a.block_indices.size(2), launch::multiprocessors(device));
+  const bool maps = has_map(a.k_cache) && has_map(a.v_cache);
+  if (splits <= 2 && !maps) splits = 4;  // copies by address: any stride, and the same bits
   const Program program = program_for(a.k_cache.scalar_type(), splits);
-  DecodeParams params{{a.q.data_ptr(),
+  DecodeParams params{{splits <= 2 ? map_of(a.k_cache) : launch::TensorMap{},
+                       splits <= 2 ? map_of(a.v_cache) : launch::TensorMap{},
+                       a.q.data_ptr(),
                        a.k_cache.data_ptr(),
                        a.v_cache.data_ptr(),
                        a.block_indices.data_ptr(),
