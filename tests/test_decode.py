@@ -44,7 +44,7 @@ def check_map(tensor_map, cache, splits):
     size = cache.element_size()
     page, head, token = (s * size for s in cache.stride()[:3])
     pages, heads, tokens, _ = cache.shape
-    assert tensor_map.base == cache.data_ptr() and tensor_map.swizzle == 3
+    assert tensor_map.base == cache.data_ptr() and tensor_map.swizzle == 3 and tensor_map.promotion == 2
     if size == 1:
         assert tensor_map.type == 0 and tensor_map.box == (128, 32, 1, 1)
         assert tensor_map.extents == (128, tokens, heads, pages) and tensor_map.strides == (token, head, page)

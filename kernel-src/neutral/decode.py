@@ -166,6 +166,12 @@ class Decode(HeadTile):
         return m, sums[:4], sums[4:]
 
     @cute.jit
+    def expect_sums(self, base: Int32, thread: Int32):
+        """Others' bytes may have come before: the phase waits for this arrival."""
+        if thread == 0:
+            smem.mbarrier_expect(base + self.mbarrier_at, SENT_BYTES)
+
+    @cute.jit
     def send_numbers(self, at: Int32, l, m: Float32, mbarrier: Int32, part: Int32):
         if part == 0:
             smem.send_f32x4(at, l, mbarrier)
@@ -256,7 +262,6 @@ class Decode(HeadTile):
         if cutlass.const_expr(self.splits > 1):
             if thread == 0:
                 smem.mbarrier_init(base + self.mbarrier_at, 1)
-                smem.mbarrier_expect(base + self.mbarrier_at, SENT_BYTES)
             ptx.warp_barrier()
             smem.cluster_arrive_relaxed()
         quarter = self.quarter_of(warp, rank)
@@ -299,11 +304,13 @@ class Decode(HeadTile):
         head, dim = self.place_of(thread, rank)
         if cutlass.const_expr(self.splits == 2):
             smem.cluster_wait()  # the other CTA has begun, its mbarrier exists
+            self.expect_sums(base, thread)
             m, l, o = self.exchange_pair(base, thread, rank)
         else:
             m, l, o = self.fold([base + w * self.region for w in range(4)], thread // 8, thread % 8)
         if cutlass.const_expr(self.splits > 2):
             smem.cluster_wait()  # every CTA of the cluster has begun, its mbarrier exists
+            self.expect_sums(base, thread)
             values_there, numbers_there, mbarrier_there = self.place_at(base, rank, thread // 8)
             for i in cutlass.range_constexpr(4):
                 smem.send_f32x4(values_there + thread % 8 * 16 + 128 * i, o[4 * i : 4 * i + 4], mbarrier_there)
@@ -346,7 +353,7 @@ class Decode(HeadTile):
             elif cutlass.const_expr(i == 0):
                 smem.mbarrier_expect(full, 2 * self.slab)
             at = [Int32(0), first_key] + ([] if self.fp8 else [Int32(0)]) + [kv_head, page]
-            tma.load_box(region + slot * self.slab, [k_map, v_map][i], at, full)
+            tma.tma_load(region + slot * self.slab, [k_map, v_map][i], at, full)
 
     @cute.jit
     def ask_next(self, i: int, unit: Int32, slot: Int32, place, kv):
@@ -536,8 +543,8 @@ class Decode(HeadTile):
 
 
 # (CTAs a row, slabs of a ring, CTAs an SM)
-GEOMETRIES_16BIT = [(1, 2, 2), (2, 3, 1), (4, 2, 3), (16, 2, 3)]
-GEOMETRIES_FP8 = [(1, 4, 2), (2, 6, 1), (4, 4, 3), (16, 2, 4)]
+GEOMETRIES_16BIT = [(1, 2, 2), (2, 2, 1), (4, 2, 2), (16, 2, 3)]
+GEOMETRIES_FP8 = [(1, 4, 2), (2, 2, 1), (4, 4, 2), (16, 2, 4)]
 VARIANTS = [(dtype, *g) for dtype in ("bf16", "f16") for g in GEOMETRIES_16BIT]
 VARIANTS += [(dtype, *g) for dtype in ("e4m3", "e5m2") for g in GEOMETRIES_FP8]
 

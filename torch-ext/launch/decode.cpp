@@ -73,16 +73,16 @@ Program program_for(ScalarType kv, int splits) {
 Address address(const std::optional<Tensor>& t) { return t.has_value() ? t->data_ptr() : nullptr; }
 
 // The program's boxes are 32 tokens of a head in a page; in shared memory a row has 128 bytes, so a 16-bit token is
-// two.
+// two. L2 fetches 128 bytes at a time: 256 cost 2 (B = 256, fp8) to 7 % (bf16).
 launch::TensorMap map_of(const Tensor& cache) {
   const int size = static_cast<int>(cache.element_size());
   const I64 pages = cache.size(0), heads = cache.size(1), page = cache.size(2);
   const I64 by_page = cache.stride(0) * size, by_head = cache.stride(1) * size, by_token = cache.stride(2) * size;
   if (size == 1)
     return launch::tensor_map(cache.data_ptr(), 1, {128, page, heads, pages}, {by_token, by_head, by_page},
-                              {128, 32, 1, 1});
+                              {128, 32, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   return launch::tensor_map(cache.data_ptr(), 2, {64, page, 2, heads, pages}, {by_token, 128, by_head, by_page},
-                            {64, 32, 2, 1, 1});
+                            {64, 32, 2, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 bool has_map(const Tensor& cache) {
@@ -97,14 +97,10 @@ I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->nu
 
 }  // namespace
 
-// Thresholds in rows on 132 multiprocessors, from the sweep in docs/measurements (H200, 64/4 heads, kv 32k, us for 1,
-// 2, 4 and 16 CTAs a row; bf16 / fp8):
-//   16 rows   18.6 12.1 10.7 10.7 / 17.3 11.2 9.8 9.8         32   20.2 14.8 15.2 19.6 / 18.0 12.2 12.7 13.9
-//   64        24.4 23.0 26.4 30.9 / 19.1 16.2 17.7 21.9      128   38.4 38.9 49.5 53.6 / 24.0 24.5 33.6 37.8
-// Mirrored by `decode_splits` in tests/test_decode.py.
+// Thresholds in rows on 132 multiprocessors: DRAFT
 int decode_splits(std::int64_t rows, std::int64_t width, int multiprocessors) {
-  // All CTAs of 16 a row run at once, two on an SM: the shortest chain wins. It takes 16 blocks at most.
-  if (8 * rows <= multiprocessors) return width <= 16 ? 16 : 4;
+  if (32 * rows <= multiprocessors && width <= 16) return 16;  // one CTA an SM, in clusters of 16
+  if (8 * rows <= multiprocessors) return 4;
   if (2 * rows <= multiprocessors) return 2;
   return 1;  // the prologue and the merges are paid once a row
 }

@@ -7,7 +7,8 @@
 namespace m3_sparse::launch {
 
 TensorMap tensor_map(const void* base, int element_bytes, std::initializer_list<std::int64_t> extents,
-                     std::initializer_list<std::int64_t> byte_strides, std::initializer_list<unsigned> box) {
+                     std::initializer_list<std::int64_t> byte_strides, std::initializer_list<unsigned> box,
+                     CUtensorMapL2promotion promotion) {
   constexpr int kMaxRank = 5;
   cuuint64_t sizes[kMaxRank], strides[kMaxRank - 1];
   const cuuint32_t ones[kMaxRank] = {1, 1, 1, 1, 1};
@@ -26,8 +27,8 @@ TensorMap tensor_map(const void* base, int element_bytes, std::initializer_list<
       element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   TensorMap map{};
   check(driver().TensorMapEncodeTiled(&map, type, rank, const_cast<void*>(base), sizes, strides, widths, ones,
-                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled");
   return map;
 }
