@@ -33,12 +33,13 @@ class TensorMap:
     box: tuple
     type: int
     swizzle: int
+    promotion: int
 
     @classmethod
     def decode(cls, data):
         words = struct.unpack_from(TENSOR_MAP, data)
-        kind, rank, swizzle, _ = words[15:]
-        return cls(words[0], words[5 : 5 + rank], words[1:rank], words[10 : 10 + rank], kind, swizzle)
+        kind, rank, swizzle, promotion = words[15:]
+        return cls(words[0], words[5 : 5 + rank], words[1:rank], words[10 : 10 + rank], kind, swizzle, promotion)
 
 
 @dataclass

@@ -13,8 +13,10 @@ MULTIPROCESSORS = 132  # of the recorded device
 
 def decode_splits(rows, width, multiprocessors=MULTIPROCESSORS):
     """The choice of torch-ext/launch/decode.cpp."""
-    if 8 * rows <= multiprocessors:
-        return 16 if width <= 16 else 4
+    if 18 * rows <= multiprocessors and width <= 16:
+        return 16
+    if 6 * rows <= multiprocessors:
+        return 4
     return 2 if 2 * rows <= multiprocessors else 1
 
 
@@ -37,14 +39,14 @@ def problem(q="bfloat16", kv="bfloat16", tokens=3, batch=2, heads=(32, 2), pages
 
 
 def check_map(tensor_map, cache, splits):
-    """Boxes of 32 tokens, rows of 128 bytes, swizzled by 128 bytes; not encoded where a program does not use it."""
-    if splits > 2:
+    """Boxes of 32 tokens, rows of 128 bytes, swizzled by 128 bytes, L2 promotion of 128; none for other programs."""
+    if splits == 4:
         assert tensor_map.base == 0 and tensor_map.extents == ()
         return
     size = cache.element_size()
     page, head, token = (s * size for s in cache.stride()[:3])
     pages, heads, tokens, _ = cache.shape
-    assert tensor_map.base == cache.data_ptr() and tensor_map.swizzle == 3
+    assert tensor_map.base == cache.data_ptr() and tensor_map.swizzle == 3 and tensor_map.promotion == 2
     if size == 1:
         assert tensor_map.type == 0 and tensor_map.box == (128, 32, 1, 1)
         assert tensor_map.extents == (128, tokens, heads, pages) and tensor_map.strides == (token, head, page)
@@ -58,7 +60,7 @@ def copies_by_address_where_no_tensor_map_fits(driver):
     attend = operators().aot_sparse_attention
     arguments = problem(pages=2)
     arguments[4] = arguments[4].as_strided((2, 2, 128, 128), (0, 128 * 128, 128, 1))
-    for splits in (1, 2):
+    for splits in (1, 2, 16):
         attend(*arguments, splits)
         launch = driver.launches.pop()
         assert launch.entry == program("bf16", 4) and launch.params[0].base == 0
@@ -141,11 +143,11 @@ def chooses_the_splits_by_shape(driver):
         launch = driver.launches.pop()
         assert launch.entry == program("bf16", want), (tokens, requests, heads, topk)
         assert launch.grid == (tokens * want, heads[1], 1)
-    for rows in (1, 16, 17, 66, 67, 5000):
+    for rows in (1, 7, 8, 22, 23, 66, 67, 5000):
         attend(*problem(kv="float8_e4m3fn", tokens=rows, batch=rows, heads=(16, 1)))
         assert driver.launches.pop().entry == program("e4m3", decode_splits(rows, 16))
-    assert [decode_splits(n, 16) for n in (1, 16, 17, 66, 67)] == [16, 16, 2, 2, 1]
-    assert [decode_splits(n, 17) for n in (16, 17)] == [4, 2]
+    assert [decode_splits(n, 16) for n in (1, 7, 8, 22, 23, 66, 67)] == [16, 16, 4, 4, 2, 2, 1]
+    assert [decode_splits(n, 17) for n in (1, 22, 23)] == [4, 4, 2]
 
 
 @check

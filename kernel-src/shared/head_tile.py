@@ -162,14 +162,11 @@ class HeadTile:
         places = [values + key * SLAB_ROW + (g ^ key) * 16 + part for key in (even, odd)]
         return [[smem.load_i32x2(a + 8 * SLAB_ROW * i) for a in places] for i in range(4)]
 
-    def add_values(self, values, lane, P, factor, O, loaded=None):
-        """O += factor * (P V), with P V from zero: a unit's product does not depend on what came before it.
-
-        `loaded`: what `load_values` gave for tiles 0.
-        """
+    def add_values(self, values, lane, P, factor, O):
+        """O += factor * (P V), with P V from zero: a unit's product does not depend on what came before it."""
         if self.fp8:
             for pair in range(2):  # 8 of the lane's 16 dims at a time: 16 registers of bytes
-                words = loaded if pair == 0 and loaded is not None else self.load_values(values, lane, pair)
+                words = self.load_values(values, lane, pair)
                 for i in range(2):
                     b = [self.value_operands(words, step, i) for step in range(2)]
                     for k in range(4):

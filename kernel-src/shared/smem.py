@@ -82,10 +82,6 @@ def store_i32x4(a, v):
     asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", [a] + list(v))
 
 
-def store_i32(a, x):
-    asm("st.shared.b32 [$0], $1;", "", "rr", [a, x])
-
-
 def atomic_or(a, bits):
     """Returns what was there before."""
     return asm("atom.shared.or.b32 $0, [$1], $2;", "r", "rr", [a, bits])[0]

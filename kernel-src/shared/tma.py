@@ -1,7 +1,7 @@
-"""Copies into shared memory by tensor map (TMA): one thread asks for a box, an mbarrier counts its bytes.
+"""Copies into shared memory by tensor map (TMA): one thread asks for a box, an mbarrier (smem.py) counts its bytes.
 
 A tensor map holds base, extents, byte strides, box and swizzle. The host encodes it for the tensors of a call, and the
-kernel gets it by value; the kernel's trace needs one of the right type only.
+kernel gets it by value: a parameter of type cute.CopyAtom. The kernel's trace needs one of the right type only.
 """
 
 import cutlass.cute as cute
@@ -17,14 +17,14 @@ def example_map(dtype):
     """A tensor map for `entry` to pass to the kernel: 128 bytes of parameter. The host encodes the real one."""
     elements = 128 // (dtype.width // 8)
     pointer = cute.make_ptr(dtype, Int64(1024), cute.AddressSpace.gmem, assumed_align=16)
-    tensor = cute.make_tensor(pointer, cute.make_layout((8, elements), stride=(elements, 1)))
     tile = cute.make_layout((8, elements), stride=(elements, 1))
+    tensor = cute.make_tensor(pointer, tile)
     atom, _ = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, tile, (8, elements))
     return atom
 
 
 def map_address(tensor_map):
-    """The generic address of a kernel's tensor map (a cute.CopyAtom parameter)."""
+    """The generic address of a kernel's tensor map."""
     kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
     pointer = cute_nvgpu.get_tma_desc_addr(kind, cute_nvgpu.atom_make_exec_tma(tensor_map._trait.value))
     return Int64(pointer.toint())
@@ -34,16 +34,21 @@ def prefetch_map(address):
     asm("prefetch.tensormap [$0];", "", "l", [address])
 
 
-def load_box(target, address, coordinates, mbarrier):
-    """The box at `coordinates` (innermost first) to shared memory. Zeros come from outside of the tensor."""
-    at = ", ".join(f"${3 + i}" for i in range(len(coordinates)))
+def tma_load(target, address, coordinates, mbarrier, policy=None):
+    """The box at `coordinates` (innermost first) to shared memory, by one thread. Zeros come from outside of the
+    tensor. `policy`: an L2 cache policy."""
+    n = len(coordinates)
+    at = ", ".join(f"${3 + i}" for i in range(n))
+    hint, last, letter = ("", "", "") if policy is None else (".L2::cache_hint", f", ${3 + n}", "l")
     text = (
-        f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        f"[$0], [$1, {{{at}}}], [$2];"
+        f"cp.async.bulk.tensor.{n}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{hint} "
+        f"[$0], [$1, {{{at}}}], [$2]{last};"
     )
-    asm(text, "", "rlr" + "r" * len(coordinates), [target, address, mbarrier, *coordinates])
+    arguments = [target, address, mbarrier, *coordinates] + ([] if policy is None else [Int64(policy)])
+    asm(text, "", "rlr" + "r" * n + letter, arguments)
 
 
 def fence_async():
-    """Orders this thread's plain accesses to shared memory before later writes by TMA (with a barrier between)."""
+    """Orders this thread's plain accesses to shared memory before later ones by the async proxy: TMA, wgmma, bulk
+    stores (with a barrier between where another thread starts those)."""
     asm("fence.proxy.async.shared::cta;", "", "", [])

@@ -250,6 +250,20 @@ def test_large_logits(scale):
     check_all_splits(args, options, exact(args, options))
 
 
+@pytest.mark.parametrize("kv", [BF16, E4M3])
+def test_caches_that_no_tensor_map_holds(kv):
+    """Strides of 0: the keys and values come by address, with the bits of the same cache laid out in full."""
+    args, options = big_problem([2, 1], [2500, 130], heads=(32, 2), kv=kv, seed=15)
+    q, k_cache, v_cache, ids, table = args
+    one_page, one_head = k_cache[:1].expand(k_cache.shape), v_cache[:, :1].expand(v_cache.shape)
+    for k, v in ((one_page, v_cache), (k_cache, one_head), (one_page, one_head)):
+        laid_out = (q, k.contiguous(), v.contiguous(), ids, table)
+        want = run(laid_out, options, 1)
+        assert_close(want, exact(laid_out, options))
+        for splits in SPLITS:
+            assert_same(run((q, k, v, ids, table), options, splits), want, f"splits {splits}")
+
+
 # ---- bits
 
 

@@ -19,7 +19,7 @@ using Address = const void*;
 
 using DecodeParams =
     launch::Params<launch::TensorMap,
-                   launch::TensorMap,                   // k_cache, v_cache; used by the programs for 1 and 2 CTAs a row
+                   launch::TensorMap,                   // k_cache, v_cache; unused with 4 CTAs a row
                    Address, Address, Address,           // q, k_cache, v_cache
                    Address, Address, Address, Address,  // block_indices, block_table, cu_seqlens_q, seqused_k
                    Address, Address, Address, Address,  // out, lse (null: not wanted), k_scale, v_scale (null: one)
@@ -73,16 +73,16 @@ Program program_for(ScalarType kv, int splits) {
 Address address(const std::optional<Tensor>& t) { return t.has_value() ? t->data_ptr() : nullptr; }
 
 // The program's boxes are 32 tokens of a head in a page; in shared memory a row has 128 bytes, so a 16-bit token is
-// two.
+// two. L2 fetches 128 bytes at a time: 256 cost 2 (B = 256, fp8) to 7 % (bf16).
 launch::TensorMap map_of(const Tensor& cache) {
   const int size = static_cast<int>(cache.element_size());
   const I64 pages = cache.size(0), heads = cache.size(1), page = cache.size(2);
   const I64 by_page = cache.stride(0) * size, by_head = cache.stride(1) * size, by_token = cache.stride(2) * size;
   if (size == 1)
     return launch::tensor_map(cache.data_ptr(), 1, {128, page, heads, pages}, {by_token, by_head, by_page},
-                              {128, 32, 1, 1});
+                              {128, 32, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   return launch::tensor_map(cache.data_ptr(), 2, {64, page, 2, heads, pages}, {by_token, 128, by_head, by_page},
-                            {64, 32, 2, 1, 1});
+                            {64, 32, 2, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 bool has_map(const Tensor& cache) {
@@ -97,14 +97,23 @@ I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->nu
 
 }  // namespace
 
-// Thresholds in rows on 132 multiprocessors, from the sweep in docs/measurements (H200, 64/4 heads, kv 32k, us for 1,
-// 2, 4 and 16 CTAs a row; bf16 / fp8):
-//   16 rows   18.6 12.1 10.7 10.7 / 17.3 11.2 9.8 9.8         32   20.2 14.8 15.2 19.6 / 18.0 12.2 12.7 13.9
-//   64        24.4 23.0 26.4 30.9 / 19.1 16.2 17.7 21.9      128   38.4 38.9 49.5 53.6 / 24.0 24.5 33.6 37.8
+// Thresholds in rows on 132 multiprocessors, from sweeps on an H200 (kv 32k, cold, us for 16, 4, 2 and 1 CTAs a row):
+//             fp8                     bf16
+//     4 rows   4.6  6.9  8.8    -      5.0  7.2  8.7    -
+//     7        4.9  7.1  8.9    -
+//     8        7.0  7.2  9.0    -      7.3  7.8  8.9    -
+//    16        8.5  8.4  9.3    -      9.5  9.4  9.8    -
+//    20          -  8.9  9.5    -        - 10.5 10.6    -
+//    24          -  9.6  9.7    -        - 11.8 11.8    -
+//    32          - 10.6 10.2 18.5        - 13.9 13.2 20.3
+//    64          -    - 14.1 20.8        -    - 20.8 24.1
+//    67          -    - 21.0 20.9        -    - 26.8 24.7   (68 rows)
+//   128          -    - 25.2 23.8        -    - 38.8 37.4
+// The steps are where the CTAs no longer fit at one an SM: 7 clusters of 16, 66 of 2.
 // Mirrored by `decode_splits` in tests/test_decode.py.
 int decode_splits(std::int64_t rows, std::int64_t width, int multiprocessors) {
-  // All CTAs of 16 a row run at once, two on an SM: the shortest chain wins. It takes 16 blocks at most.
-  if (8 * rows <= multiprocessors) return width <= 16 ? 16 : 4;
+  if (18 * rows <= multiprocessors && width <= 16) return 16;
+  if (6 * rows <= multiprocessors) return 4;
   if (2 * rows <= multiprocessors) return 2;
   return 1;  // the prologue and the merges are paid once a row
 }
@@ -116,10 +125,10 @@ void decode(const DecodeArguments& a, int splits, bool overlap) {
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
   if (splits == 0) splits = decode_splits(tokens * heads, a.block_indices.size(2), launch::multiprocessors(device));
   const bool maps = has_map(a.k_cache) && has_map(a.v_cache);
-  if (splits <= 2 && !maps) splits = 4;  // copies by address: any stride, and the same bits
+  if (!maps) splits = 4;  // copies by address: any stride, and the same bits
   const Program program = program_for(a.k_cache.scalar_type(), splits);
-  DecodeParams params{{splits <= 2 ? map_of(a.k_cache) : launch::TensorMap{},
-                       splits <= 2 ? map_of(a.v_cache) : launch::TensorMap{},
+  DecodeParams params{{splits != 4 ? map_of(a.k_cache) : launch::TensorMap{},
+                       splits != 4 ? map_of(a.v_cache) : launch::TensorMap{},
                        a.q.data_ptr(),
                        a.k_cache.data_ptr(),
                        a.v_cache.data_ptr(),

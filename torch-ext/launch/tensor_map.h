@@ -14,7 +14,7 @@ using TensorMap = CUtensorMap;
 // An array of `element_bytes` (1 or 2) a piece; extents and box innermost first, strides in bytes for all dimensions
 // but the innermost. Boxes lie in shared memory in the 128-byte swizzle; what reaches outside the array is read as
 // zeros. Needs: base and strides multiples of 16, a box at most 128 bytes wide. A dimension of extent 1 may have any
-// stride.
+// stride. `promotion`: bytes that L2 fetches at a time.
 TensorMap tensor_map(const void* base, int element_bytes, std::initializer_list<std::int64_t> extents,
                      std::initializer_list<std::int64_t> byte_strides, std::initializer_list<unsigned> box,
                      CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
