@@ -1,4 +1,4 @@
-"""SM90: copies by tensor map (TMA), warpgroup matrix multiply (wgmma), and what warp-specialised kernels need with them.
+"""SM90: warpgroup matrix multiply (wgmma), and what warp-specialised kernels need with them.
 
 Operands in shared memory are 16-bit, in the 128-byte swizzle that a tensor map with SWIZZLE_128B writes: a row has 64
 elements (128 bytes), 8 rows are an atom of 1 KiB, and 16-byte chunk c of row r lies at c ^ (r & 7). A matrix of 128
@@ -16,55 +16,13 @@ compiler cannot move their uses ahead of it.
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import cute_nvgpu, llvm
-from cutlass.cute.nvgpu import cpasync
+from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
 from shared.ptx import asm
 
-# L2 eviction priorities for `tma_load`.
-EVICT_NORMAL, EVICT_FIRST, EVICT_LAST = 0x1000000000000000, 0x12F0000000000000, 0x14F0000000000000
 
-# ---- tensor maps
-
-
-def example_map(dtype):
-    """A tensor map for `entry` to pass to the kernel: 128 bytes of parameter. The host encodes the real one."""
-    pointer = cute.make_ptr(dtype, Int64(1024), cute.AddressSpace.gmem, assumed_align=16)
-    shape = cute.make_layout((8, 128 // (dtype.width // 8)), stride=(128 // (dtype.width // 8), 1))
-    tile = (8, 128 // (dtype.width // 8))
-    atom, _ = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), cute.make_tensor(pointer, shape), shape, tile
-    )
-    return atom
-
-
-def map_address(tensor_map):
-    """The generic address of a kernel's tensor map (a cute.CopyAtom parameter)."""
-    kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>")
-    pointer = cute_nvgpu.get_tma_desc_addr(kind, cute_nvgpu.atom_make_exec_tma(tensor_map._trait.value))
-    return pointer.toint()
-
-
-def prefetch_map(address):
-    asm("prefetch.tensormap [$0];", "", "l", [address])
-
-
-def tma_load(target, address, coordinates, mbarrier, policy=None):
-    """The box at `coordinates` (innermost first) to shared memory; `mbarrier` counts its bytes. By one thread."""
-    n = len(coordinates)
-    hint = "" if policy is None else ".L2::cache_hint"
-    at = ", ".join(f"${3 + i}" for i in range(n))
-    text = (
-        f"cp.async.bulk.tensor.{n}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{hint} "
-        f"[$0], [$1, {{{at}}}], [$2]{'' if policy is None else f', ${3 + n}'};"
-    )
-    arguments = [target, address, mbarrier, *coordinates] + ([] if policy is None else [Int64(policy)])
-    asm(text, "", "rlr" + "r" * n + ("" if policy is None else "l"), arguments)
-
-
-# ---- mbarriers (with mbarrier_init, _expect and _wait of smem.py), named barriers, fences, registers
+# ---- mbarriers (with mbarrier_init, _expect and _wait of smem.py), named barriers, registers
 
 
 def mbarrier_arrive(a):
@@ -82,11 +40,6 @@ def named_barrier(number, threads):
 
 def named_barrier_arrive(number, threads):
     asm("bar.arrive $0, $1;", "", "rr", [Int32(number), Int32(threads)])
-
-
-def fence_async():
-    """Orders this thread's plain stores to shared memory before later reads by TMA or wgmma (with a barrier between)."""
-    asm("fence.proxy.async.shared::cta;", "", "", [])
 
 
 def take_registers(count):

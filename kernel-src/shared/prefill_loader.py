@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, mma, ptx, smem, softmax
+from shared import hopper, mma, ptx, smem, softmax, tma
 
 CONSUMER_WARPS = 8
 TILE_BYTES = 32768  # 128 x 128 x 2
@@ -129,7 +129,7 @@ class TileLoader:
             if (lane < 2 * self.tokens) & (entry_here >= 0):
                 target = base + self.q_at + stage * TILE_BYTES + (lane & 1) * HALF + (lane >> 1) * (self.rows * 128)
                 at = [(lane & 1) * 64, head * group, first_token + (entry_here >> 5)]
-                hopper.tma_load(target, q_map, at, q_full, q_policy)
+                tma.tma_load(target, q_map, at, q_full, q_policy)
 
             if is_new:
                 landed = self.load_values(
@@ -162,16 +162,16 @@ class TileLoader:
         """A block of K or V: boxes of 128 bytes x page."""
         if cutlass.const_expr(self.fp8):
             smem.mbarrier_expect(full, RAW_BYTES)
-            hopper.tma_load(target, tensor_map, [Int32(0), Int32(0), head, a], full, policy)
+            tma.tma_load(target, tensor_map, [Int32(0), Int32(0), head, a], full, policy)
             if bits == 6:
-                hopper.tma_load(target + RAW_BYTES // 2, tensor_map, [Int32(0), Int32(0), head, b], full, policy)
+                tma.tma_load(target + RAW_BYTES // 2, tensor_map, [Int32(0), Int32(0), head, b], full, policy)
         else:
             smem.mbarrier_expect(full, TILE_BYTES)
             for half in cutlass.range_constexpr(2):
                 at = [Int32(64 * half), Int32(0), head]
-                hopper.tma_load(target + half * HALF, tensor_map, [*at, a], full, policy)
+                tma.tma_load(target + half * HALF, tensor_map, [*at, a], full, policy)
                 if bits == 6:
-                    hopper.tma_load(target + half * HALF + HALF // 2, tensor_map, [*at, b], full, policy)
+                    tma.tma_load(target + half * HALF + HALF // 2, tensor_map, [*at, b], full, policy)
 
     @cute.jit
     def load_keys(
@@ -237,7 +237,7 @@ class TileLoader:
                 for at in cutlass.range((seen + 1) * 8 + lane, 1024, 32, unroll=1):
                     smem.store_i32x4(target + at * 16, [Int32(0)] * 4)
                     smem.store_i32x4(target + HALF + at * 16, [Int32(0)] * 4)
-                hopper.fence_async()
+                tma.fence_async()
                 ptx.warp_barrier()
                 if lane == 0:
                     hopper.mbarrier_arrive(full)
@@ -262,7 +262,7 @@ class TileLoader:
         stage, parity = step_of(use)
         smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
         self.widen_block(base + self.raw_at + raw * RAW_BYTES, base + self.kv_at + stage * TILE_BYTES, thread, seen)
-        hopper.fence_async()
+        tma.fence_async()
         ptx.warp_barrier()
         if lane == 0:
             hopper.mbarrier_arrive(self.bar(base, "kv_full", stage))

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, mma, ptx, smem
+from shared import hopper, mma, ptx, smem, tma
 
 GROUP, TOKENS, DIM, BLOCK = 16, 8, 128, 128
 LOADER_WARPS, CONSUMERS = 4, 2
@@ -171,11 +171,11 @@ class UnionLoaders:
         zero = Int32(0)
         smem.mbarrier_expect(bar, TILE)
         for half in cutlass.range_constexpr(2):
-            hopper.tma_load(there + half * HALF, tensor_map, [Int32(64 * half), zero, head, a], bar)
+            tma.tma_load(there + half * HALF, tensor_map, [Int32(64 * half), zero, head, a], bar)
         if wide != 0:
             for half in cutlass.range_constexpr(2):
                 at = there + half * HALF + HALF // 2
-                hopper.tma_load(at, tensor_map, [Int32(64 * half), zero, head, b], bar)
+                tma.tma_load(at, tensor_map, [Int32(64 * half), zero, head, b], bar)
 
     @cute.jit
     def clear_rows(self, there: Int32, first: Int32, lane: Int32):
@@ -183,7 +183,7 @@ class UnionLoaders:
         for chunk in cutlass.range(first * 8 + lane, BLOCK * 8, 32, unroll=1):
             for half in cutlass.range_constexpr(2):
                 smem.store_i32x4(there + half * HALF + chunk * 16, [Int32(0)] * 4)
-        hopper.fence_async()
+        tma.fence_async()
         ptx.warp_barrier()
 
     @cute.jit
@@ -208,7 +208,7 @@ class UnionLoaders:
         smem.mbarrier_expect(full, TILE)
         for half in range(2):
             at = base + self.q_at + half * HALF
-            hopper.tma_load(at, tensor_map, [Int32(64 * half), head * GROUP, token], full)
+            tma.tma_load(at, tensor_map, [Int32(64 * half), head * GROUP, token], full)
 
     # ---- loaders of a float8 cache
 
@@ -267,12 +267,12 @@ class UnionLoaders:
 
     def copy_box(self, there, tensor_map, head, page, bar, size):
         smem.mbarrier_expect(bar, size)
-        hopper.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
+        tma.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
 
     @cute.jit
     def copy_second_box(self, there: Int32, tensor_map: Int64, head: Int32, page: Int32, bar: Int32, wide: Int32):
         if wide != 0:
-            hopper.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
+            tma.tma_load(there, tensor_map, [Int32(0), Int32(0), head, page], bar)
 
     @cute.jit
     def widen_blocks(self, is_v: cutlass.Constexpr, base: Int32, part: Int32, lane: Int32):
@@ -304,7 +304,7 @@ class UnionLoaders:
                 else:
                     for n in cutlass.range(BLOCK // WIDENERS // 32, unroll=1):
                         self.widen_rows(come + n * 4096, go + n * 4096, row, rows - first_row - n * 32)
-                hopper.fence_async()
+                tma.fence_async()
                 ptx.warp_barrier()
                 hopper.mbarrier_arrive_if(base + self.barriers[name + "_full"] + stage * 8, Int32(lane == 0))
                 hopper.mbarrier_arrive_if(base + self.barriers[name + "_raw_empty"] + raw * 8, Int32(lane == 0))

@@ -50,7 +50,7 @@ from flash_attn.cute import pipeline as fa_pipeline
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from quack import layout_utils, sm90_utils
 
-from shared import hopper, ptx, smem
+from shared import hopper, ptx, smem, tma
 from shared.dense_tile import KEYS, Blocks, Mask, OneTile, Output, Tile, row_of, transpose_quad
 from shared.program import Program
 from shared.softmax import LOG2_E, SMALLEST
@@ -150,9 +150,9 @@ class Dense(FlashAttentionForwardSm90):
         smem.mbarrier_expect(mbarrier, Int32(SLAB))
         for half in cutlass.range_constexpr(2):
             at = target + half * HALF
-            hopper.tma_load(at, address, [Int32(64 * half), Int32(0), head, pages[0]], mbarrier)
+            tma.tma_load(at, address, [Int32(64 * half), Int32(0), head, pages[0]], mbarrier)
             if page_shift != 0:
-                hopper.tma_load(at + HALF // 2, address, [Int32(64 * half), Int32(0), head, pages[1]], mbarrier)
+                tma.tma_load(at + HALF // 2, address, [Int32(64 * half), Int32(0), head, pages[1]], mbarrier)
 
     @cute.jit
     def load(
@@ -189,13 +189,13 @@ class Dense(FlashAttentionForwardSm90):
             row = tile.first_row + tile.first_token
             for half in cutlass.range_constexpr(2):
                 target = base + half * (self.rows * 128)
-                hopper.tma_load(target, q_map, [Int32(64 * half), Int32(0), tile.head, row], q_bar)
+                tma.tma_load(target, q_map, [Int32(64 * half), Int32(0), tile.head, row], q_bar)
         if negate != 0:
             smem.mbarrier_wait(q_own, Int32(0))
             for i in cutlass.range(self.rows * 256 // 512, unroll=1):
                 at = base + (i * 32 + lane) * 16
                 smem.store_i32x4(at, [w ^ Int32(NEGATE) for w in smem.load_i32x4(at)])
-            hopper.fence_async()
+            tma.fence_async()
             ptx.warp_barrier()
             if lane == 0:
                 hopper.mbarrier_arrive(q_full)
@@ -228,7 +228,7 @@ class Dense(FlashAttentionForwardSm90):
                 for j in cutlass.range(tail * 8 + lane, KEYS * 8, 32, unroll=1):
                     smem.store_i32x4(at + j * 16, [Int32(0)] * 4)
                     smem.store_i32x4(at + HALF + j * 16, [Int32(0)] * 4)
-                hopper.fence_async()
+                tma.fence_async()
                 ptx.warp_barrier()
                 if lane == 0:
                     hopper.mbarrier_arrive(full)
@@ -401,10 +401,10 @@ class Dense(FlashAttentionForwardSm90):
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
         start = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-        maps = tuple(hopper.map_address(m) for m in (q_map, k_map, v_map))
+        maps = tuple(tma.map_address(m) for m in (q_map, k_map, v_map))
         if warp == 0:
             for m in maps:
-                hopper.prefetch_map(m)
+                tma.prefetch_map(m)
         pipelines, own = self.make_pipelines(start)
         if thread == 0:
             smem.mbarrier_init(own, Int32(1))
@@ -483,7 +483,7 @@ class Dense(FlashAttentionForwardSm90):
         stream: cuda.CUstream,
     ):
         self.kernel(
-            *[hopper.example_map(DTYPES[self.kind]) for _ in range(3)],
+            *[tma.example_map(DTYPES[self.kind]) for _ in range(3)],
             page_table,
             cu_seqlens,
             seqused,

@@ -56,7 +56,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64
 
-from shared import hopper, ptx, smem, softmax
+from shared import hopper, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
 from shared.prefill_loader import (
     CONSUMER_WARPS,
@@ -194,7 +194,7 @@ class Prefill(TileLoader):
                 hopper.give_registers(REGISTERS[0])
                 if first < stop:
                     if warp == 0:
-                        maps = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
+                        maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
                         self.produce(
                             base,
                             lane,
@@ -472,7 +472,7 @@ class Prefill(TileLoader):
         selective: Int32,
         stream: cuda.CUstream,
     ):
-        maps = [hopper.example_map(BFloat16) for _ in range(3)]
+        maps = [tma.example_map(BFloat16) for _ in range(3)]
         self.kernel(
             *maps,
             chunks,

@@ -187,7 +187,7 @@ class PrefillScore:
                 for chunk in cutlass.range_constexpr(self.stored_bytes // (BLOCK * 128)):
                     place = target + chunk * (BLOCK * 128) + half * (HALF * 128)
                     coordinates = (Int32(chunk * 64), (first_key + HALF * half) & in_page, pages[half])
-                    tma.load_box(place, map_k, coordinates, barrier)
+                    tma.tma_load(place, map_k, coordinates, barrier)
 
     @cute.jit
     def produce(
@@ -251,7 +251,7 @@ class PrefillScore:
                     smem.mbarrier_expect(self.query_full(base), Int32(self.query_bytes))
                     for chunk in cutlass.range_constexpr(self.chunks):
                         target = base + self.query_at + chunk * (self.rows * 128)
-                        tma.load_box(target, map_q, (Int32(chunk * 64), Int32(0), token + done), self.query_full(base))
+                        tma.tma_load(target, map_q, (Int32(chunk * 64), Int32(0), token + done), self.query_full(base))
                 slot = slot ^ 1
                 unit = tile_base + stop
                 if stop == units:

@@ -48,7 +48,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, ptx, smem, softmax
+from shared import hopper, ptx, smem, softmax, tma
 from shared.program import Program
 from shared.union_loaders import (
     COUNT_A,
@@ -293,7 +293,7 @@ class PrefillUnion(UnionLoaders):
             for i in cutlass.range_constexpr(4):
                 smem.store_i32x4(places[i], scaled[4 * i : 4 * i + 4])
             state[6 + h] = ptx.maximum(state[6 + h] * grow, Float32(softmax.SMALLEST))
-        hopper.fence_async()
+        tma.fence_async()
 
     def begin(self, O, state, scale):
         to_log2 = scale * Float32(softmax.LOG2_E)
@@ -387,7 +387,7 @@ class PrefillUnion(UnionLoaders):
         if warp < self.first_consumer:
             hopper.give_registers(self.registers[0])
             where = (pages, slots, capacity, page_bits)
-            q_at, k_at, v_at = [hopper.map_address(m) for m in (q_map, k_map, v_map)]
+            q_at, k_at, v_at = [tma.map_address(m) for m in (q_map, k_map, v_map)]
             if cutlass.const_expr(self.fp8):
                 if warp == 0:
                     self.issue_copies(base, q_at, k_at, v_at, *where, lane)
@@ -441,7 +441,7 @@ class PrefillUnion(UnionLoaders):
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ):
-        tensor_map = hopper.example_map(cutlass.BFloat16)
+        tensor_map = tma.example_map(cutlass.BFloat16)
         self.kernel(
             tensor_map,
             tensor_map,
