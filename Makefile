@@ -1,4 +1,5 @@
-# Needs only Python 3.10 or newer and access to PyPI; both targets set themselves up in .venv.
+# Needs only Python 3.10 or newer and access to PyPI (the CUDA variant g++ and Python's headers too); every target sets
+# itself up in .venv.
 PYTHON ?= python3
 
 .PHONY: demo test build sanitize clean
@@ -19,7 +20,8 @@ build:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/build.py all
 
-# compute-sanitizer's four tools over every kernel of the decode step, on a GPU; their reports go to build/sanitizer.log.
+# compute-sanitizer's four tools over the kernels of decode step, dense attention and merge, on a GPU; their reports go to
+# build/sanitizer.log.
 sanitize:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tests/gpu/sanitizer_sweep.py --variant "$$(.venv/bin/python tools/build.py cuda)" --log build/sanitizer.log

@@ -1,4 +1,4 @@
-"""Every kernel of the decode step and of dense attention once, on problems of a few rows, for compute-sanitizer.
+"""Every kernel of the decode step, dense attention and merge_states once, on a few rows, for compute-sanitizer.
 
     python tests/gpu/sanitizer_sweep.py --variant build/torch-stable-abi211-cu130-x86_64-linux --log FILE
 

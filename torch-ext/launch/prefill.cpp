@@ -14,10 +14,11 @@ namespace {
 using I64 = std::int64_t;
 
 // A row of decode costs a CTA of its own; a tile of a prefill takes as long for one token as for eight, and the choice
-// takes launches. H200, 64/4 heads, ms for decode / union / KV-stationary, random and correlated selections:
-//   1 x 128 tokens at 64k   0.073 0.119 0.093   0.059 0.055 0.068      8 x 32 at 32k   0.163 0.242 0.221   0.117 0.102
-//   0.120 1 x 256                 0.131 0.224 0.125   0.115 0.093 0.109      8 x 64          0.254 0.325 0.288   0.225
-//   0.143 0.197
+// takes launches. H200, 64/4 heads, bf16, ms for decode, union tiles and KV-stationary, random and then correlated:
+//   1 x 128 tokens at 64k   0.073 0.119 0.093   0.059 0.055 0.068
+//   1 x 256                 0.131 0.224 0.125   0.115 0.093 0.109
+//   8 x 32 at 32k           0.163 0.242 0.221   0.117 0.102 0.120
+//   8 x 64                  0.254 0.325 0.288   0.225 0.143 0.197
 constexpr I64 kDecodeTokens = 32;  // of a request, on average
 constexpr I64 kDecodeRows = 512;   // (token, KV head)
 

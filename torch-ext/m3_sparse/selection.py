@@ -82,10 +82,10 @@ def select_blocks(
         index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k: as in `block_scores`.
         topk: blocks per row and head, >= 1. local_blocks, init_blocks: >= 0, together at most topk.
         out: [T, Hi, topk] int32 of any strides to write into.
-        return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]. Without it the torch backend and
-            the prefill kernel never store them as a whole (their workspace stays below 64 MiB at any length); the
-            decode kernel, for up to 64 (row, head) pairs a request on average, does. The same kernel scores with and
-            without it for all but such sizes, with the same bits.
+        return_scores: also return the scores, fp32 [T, Hi, ceil(M * page / 128)]. Without it the torch backend never
+            stores them as a whole, and the prefill kernel only up to 64 MiB; the decode kernel does, which takes up to
+            32 (row, head) pairs a request on average, up to 128 over few blocks, and what the prefill kernel can't.
+            The selection is the same with and without it.
 
     Returns:
         int32 [T, Hi, topk]: the min(topk, n) chosen ids, ascending, then -1; or (ids, scores).
