@@ -1,7 +1,7 @@
 """Sparse prefill attention on one GPU: the default and every forced formulation, over length, selection and dtype.
 
     python benchmarks/benchmark_prefill.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
-        [--cases prefill_cases.json] [--end-to-end] [--sweep] [--skip-table] [--seconds 300]
+        [--cases prefill_cases.json] [--end-to-end] [--sweep] [--skip-table] [--peers NAME ...] [--seconds 300]
 
 64/4 heads, pages of 128 at random places, causal, queries the last q_len tokens; selections and u(4) by selections.py.
 Protocol: a case is a CUDA graph of one call of the public function. Cold: the median over replays, each behind a write of
@@ -10,6 +10,7 @@ the useful products at the tensor cores' dense rate of this card, measured in th
 --cases weighs the default over the cases of a file ({"cases": [{"query_lens", "final_kv_lens", "weight"}]}).
 --end-to-end: selection and attention of a 131,072-token prompt, with the memory they take above inputs and outputs.
 --sweep: short queries, by every formulation: where torch-ext/launch/prefill.cpp puts its thresholds.
+Peers (peers.py) run on the same problems in the same run; their answers are compared with ours.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import statistics
 import time
 from pathlib import Path
 
+import definitions
+import peers
 import protocol
 import selections
 import torch
@@ -159,6 +162,20 @@ def measure(m3_sparse, case, flush, formulations, replays=6):
     return result
 
 
+def measure_peers(case, flush, options):
+    """[(name, (cold ms, warm ms))] of the peers on the case that was just run; `case.out` has our answer."""
+
+    def run(peer):
+        problem = peers.paged(case.q, case.k, case.v, case.ids, case.table, case.cu, case.used, max(case.q_lens))
+        call = peer.prepare(problem)
+        call()
+        torch.cuda.synchronize()
+        peers.check_attention(peer.name, problem.out, case.out)
+        return timed(call, flush, 4)
+
+    return peers.each(peers.attention(case.k.dtype, prefill=True), options.peers, run)
+
+
 def late(options):
     return time.time() - STARTED > options.seconds
 
@@ -192,14 +209,16 @@ def table(m3_sparse, options, flush, rate):
                     flush=True,
                 )
                 key = {"dtype": dtype, "heads": "64/4", "batch": 1, "q_len": q_len, "kv_len": kv_len, "page": BLOCK}
-                for impl, f in (("ours", None), *((f"ours, {f}", f) for f in FORMULATIONS)):
-                    if f in found:
-                        times = [t * 1000 for t in found[f]]
-                        row = protocol.row(
-                            1, *times, case.bytes, case.flops, **key, op="prefill", impl=impl, selection=kind
-                        )
-                        row.update(limit_ms=round(case.flops / rate / 1e9, 5), u4=round(case.u, 3))
-                        rows.append(row)
+                named = [("ours", found[None]), *((f"ours, {f}", found[f]) for f in FORMULATIONS if f in found)]
+                for name, (peer_cold, peer_warm) in (others := measure_peers(case, flush, options)):
+                    print(f"    {name}: {peer_cold:.3f}, warm {peer_warm:.3f}", flush=True)
+                for impl, pair in [*named, *others]:
+                    times = [t * 1000 for t in pair]
+                    row = protocol.row(
+                        1, *times, case.bytes, case.flops, **key, op="prefill", impl=impl, selection=kind
+                    )
+                    row.update(limit_ms=round(case.flops / rate / 1e9, 5), u4=round(case.u, 3))
+                    rows.append(row)
             del case
             torch.cuda.empty_cache()
     return rows
@@ -276,6 +295,37 @@ def end_to_end(m3_sparse, dtype, tokens=131072):
           f"scratch {peak / 2**20:.0f} MiB, u(4) {selections.union(case.ids, 4):.2f}")  # fmt: skip
 
 
+class SparsePrefill(protocol.Benchmark):
+    """A prompt of 512 tokens behind 1,536 cached ones: 64 query heads on 4 KV heads, 16 blocks of 128 each."""
+
+    seed = 0
+    q_len, length = 512, 2048
+
+    def make(self, dtype) -> None:
+        self.q = torch.randn(self.q_len, HEADS, DIM, device=self.device).bfloat16()
+        self.k, self.v, _, self.table = definitions.paged(1, self.length, KV_HEADS, dtype, self.device)
+        scores = torch.rand(self.q_len, KV_HEADS, self.length // BLOCK, device=self.device)
+        self.blocks = scores.topk(TOPK).indices.int()
+        lengths = {"cu_seqlens_q": [0, self.q_len], "seqused_k": [self.length]}
+        self.lengths = {name: torch.tensor(x, dtype=torch.int32, device=self.device) for name, x in lengths.items()}
+
+    def setup_bf16(self) -> None:
+        self.make(torch.bfloat16)
+
+    def setup_fp8(self) -> None:
+        self.make(torch.float8_e4m3fn)
+
+    def benchmark_bf16(self) -> None:
+        self.out = self.kernel.sparse_attention(self.q, self.k, self.v, self.blocks, self.table, **self.lengths)
+
+    benchmark_fp8 = benchmark_bf16
+
+    def verify_bf16(self) -> torch.Tensor:
+        return definitions.attention(self.q, self.k, self.v, self.table, self.blocks, start=self.length - self.q_len)
+
+    verify_fp8 = verify_bf16
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", required=True)
@@ -285,6 +335,7 @@ def main():
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--skip-table", action="store_true", help="only what the other options ask for")
+    peers.add_option(parser)
     parser.add_argument("--seconds", type=float, default=300, help="start no new case after this time")
     options = parser.parse_args()
     m3_sparse = protocol.load(options.variant)

@@ -1,6 +1,6 @@
 """What the operations compute, in plain torch: the references of the `kernels benchmark` classes.
 
-For uniform batches of one query a request, every page of the table full.
+For uniform batches of one query a request, every page of the table full; attention also for a prompt of one request.
 """
 
 import torch
@@ -14,18 +14,24 @@ def selection(index_q, index_k, table, topk):
     return scores.topk(topk).indices.sort().values.int()
 
 
-def attention(q, k, v, table, ids):
-    """Softmax attention of each row over the tokens of its blocks, in q's dtype."""
+def attention(q, k, v, table, ids, start=None):
+    """Softmax attention of each row over the tokens of its blocks, in q's dtype. One row a request; with `start`, the rows
+    are the tokens of the first request from that position on, and none sees a later token."""
     k, v = k.float(), v.float()
     heads = k.shape[1]
     group = q.shape[1] // heads
     out = torch.empty(q.shape, device=q.device)
     for row in range(q.shape[0]):
         for head in range(heads):
-            pages = table[row, ids[row, head].long()].long()
+            blocks = ids[row, head].long()
+            pages = table[row if start is None else 0, blocks].long()
             keys, values = k[pages, head].reshape(-1, 128), v[pages, head].reshape(-1, 128)
             part = slice(head * group, (head + 1) * group)
-            out[row, part] = torch.softmax(q[row, part].float() @ keys.T / 128**0.5, dim=-1) @ values
+            logits = q[row, part].float() @ keys.T / 128**0.5
+            if start is not None:
+                position = (blocks[:, None] * 128 + torch.arange(128, device=q.device)).flatten()
+                logits.masked_fill_(position > start + row, -torch.inf)
+            out[row, part] = torch.softmax(logits, dim=-1) @ values
     return out.to(q.dtype)
 
 

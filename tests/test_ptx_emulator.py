@@ -296,3 +296,15 @@ def test_mma_sync():
     for lane in range(32):
         for i in range(4):
             assert abs(fd[lane, i] - want[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2]) < 1e-4
+
+
+@pytest.mark.parametrize("policy", ["eager", "random1"])
+def test_spinning_for_ever_is_a_deadlock_and_long_work_is_not(policy):
+    flag = np.zeros(1, np.uint32)
+    spin = "ld.param.u64 %rd1, [p0]; SPIN: ld.global.b32 %r1, [%rd1]; setp.eq.b32 %p1, %r1, 0; @%p1 bra SPIN;"
+    with pytest.raises(DeadlockError, match="spin and nothing changes|limit of instructions"):
+        run(spin, flag, block=32, policy=policy)
+    work = """ld.param.u64 %rd1, [p0]; mov.b32 %r1, 0; WORK: add.s32 %r1, %r1, 1; setp.lt.s32 %p1, %r1, 100000;
+        @%p1 bra WORK; st.global.b32 [%rd1], %r1;"""
+    run(work, flag, block=1, policy=policy)
+    assert flag[0] == 100000

@@ -380,7 +380,7 @@ class Decode(HeadTile):
             if visible < KEYS:
                 self.mask(S, lane & 3, visible)
             P, m, l = self.probabilities(S, scale)
-            factor = self.raise_reference(state, O, m[0], m[1], l[0], l[1])
+            factor = self.raise_reference(state, O, m[0], m[1], l[0], l[1], not refilled)
             self.await_slab(1, bars, u & 1)
             if cutlass.const_expr(self.by_map):
                 if visible < KEYS:

@@ -247,16 +247,28 @@ class HeadTile:
             O[i] = Float32(0.0)
 
     @cute.jit
-    def raise_reference(self, state: cute.Tensor, O: cute.Tensor, m0: Float32, m1: Float32, l0: Float32, l1: Float32):
-        """Adds a unit's l and rescales what was there if a row's reference grows. Returns the factors of the unit."""
+    def raise_reference(
+        self,
+        state: cute.Tensor,
+        O: cute.Tensor,
+        m0: Float32,
+        m1: Float32,
+        l0: Float32,
+        l1: Float32,
+        first: cutlass.Constexpr = False,
+    ):
+        """Adds a unit's l and rescales what was there if a row's reference grows; `first`: nothing was. Returns the
+        factors of the unit."""
         new0, new1 = ptx.maximum(state[0], m0), ptx.maximum(state[1], m1)
-        empty = Float32(softmax.EMPTY)  # nothing to rescale yet
-        if ptx.ballot(Int32(((new0 > state[0]) & (state[0] > empty)) | ((new1 > state[1]) & (state[1] > empty)))) != 0:
-            shrink = [softmax.power_of_two(state[0] - new0), softmax.power_of_two(state[1] - new1)]
-            for half in cutlass.range_constexpr(2):
-                state[2 + half] = ptx.multiply(state[2 + half], shrink[half])
-            for i in cutlass.range_constexpr(64):
-                O[i] = ptx.multiply(O[i], shrink[(i >> 1) & 1])
+        if cutlass.const_expr(not first):
+            empty = Float32(softmax.EMPTY)  # nothing to rescale yet
+            grows = ((new0 > state[0]) & (state[0] > empty)) | ((new1 > state[1]) & (state[1] > empty))
+            if ptx.ballot(Int32(grows)) != 0:
+                shrink = [softmax.power_of_two(state[0] - new0), softmax.power_of_two(state[1] - new1)]
+                for half in cutlass.range_constexpr(2):
+                    state[2 + half] = ptx.multiply(state[2 + half], shrink[half])
+                for i in cutlass.range_constexpr(64):
+                    O[i] = ptx.multiply(O[i], shrink[(i >> 1) & 1])
         factor0, factor1 = softmax.power_of_two(m0 - new0), softmax.power_of_two(m1 - new1)
         state[0], state[1] = new0, new1
         state[2], state[3] = ptx.fma(l0, factor0, state[2]), ptx.fma(l1, factor1, state[3])

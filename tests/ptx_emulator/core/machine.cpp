@@ -21,8 +21,8 @@ const char* kind_name(AsyncClass kind) {
 }
 
 constexpr u64 kSlice = 20000;  // basic blocks that an eager warp runs before the next warp's turn
-// Rounds without any visible effect after which spinning warps are called hung.
-constexpr int kIdleRounds = 400;
+// Rounds without any visible effect after which spinning warps are called hung; random schedules have short turns.
+constexpr int kIdleRounds = 400, kIdleRandomRounds = 20000;
 
 enum SpecialKind {
   kTidX,
@@ -427,6 +427,7 @@ void Machine::run() {
       std::max<u64>(1, static_cast<u64>(spec->max_resident) / (spec->cluster[0] * spec->cluster[1] * spec->cluster[2]));
   u64 last_progress = ~0ull;
   int idle = 0;
+  const int idle_rounds = random ? kIdleRandomRounds : kIdleRounds;
   std::vector<Warp*> order;
   const auto can_admit = [&] { return next_cluster < num_clusters && resident.size() < most; };
   while (next_cluster < num_clusters || !resident.empty()) {
@@ -463,12 +464,12 @@ void Machine::run() {
       if (!ran || idle > 2 || !random) admit();
       continue;
     }
-    if (ran && idle < kIdleRounds) {
+    if (ran && idle < idle_rounds) {
       if (idle > 8) complete_one();
       continue;
     }
     if (!ran && complete_one()) continue;
-    if (idle > (ran ? kIdleRounds : 8)) deadlock(ran ? "warps spin and nothing changes" : "no warp can run");
+    if (idle > (ran ? idle_rounds : 8)) deadlock(ran ? "warps spin and nothing changes" : "no warp can run");
     // Hardware lets try_wait give up after a while, and kernels use it to peek: let one fail.
     for (auto& cluster : resident)
       for (auto& c : cluster->ctas)
