@@ -137,6 +137,16 @@ def a_forced_formulation_that_cannot_run_says_why(driver):
 
 
 @check
+def prefill_formulations_are_hoppers(driver):
+    driver.set_capability(100)
+    arguments = problem()
+    assert plan(arguments) == DECODE
+    for formulation in (UNION, KV_STATIONARY, BY_SEQUENCE):
+        assert "compute capability 9.0 only" in error_of(plan, arguments, formulation)
+    assert plan(arguments, DECODE) == DECODE
+
+
+@check
 def other_architectures_decode(driver):
     driver.set_capability(100)
     assert plan(problem()) == DECODE

@@ -92,7 +92,7 @@ def test_ties_and_special_scores(kind):
     else:
         special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1.0, -1e38], device=DEVICE)
         values = special[torch.randint(0, 7, (blocks,), device=DEVICE, generator=generator)]
-    (query, keys, table), lengths = crafted(values)
+    (query, keys, table), lengths = crafted(values, 1)
     query = query.expand(500, 4, 128).contiguous()
     lengths["cu_seqlens_q"][1] = 500
     for topk, local, init in ((16, 1, 0), (8, 0, 2), (32, 3, 5)):

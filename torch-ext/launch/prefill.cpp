@@ -35,6 +35,10 @@ void require(const char* refusal) {
 
 Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
   if (a.q.size(0) * a.k_cache.size(1) == 0) return Formulation::decode;
+  const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
+  const bool here = launch::available(cubins::prefill_union_bf16, device);
+  if (wanted != Formulation::automatic && wanted != Formulation::decode)
+    require(here ? nullptr : "the prefill kernels are compiled for compute capability 9.0 only");
   switch (wanted) {
     case Formulation::union_tiles:
       require(union_refuses(a));
@@ -51,8 +55,7 @@ Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
     case Formulation::automatic:
       break;
   }
-  const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
-  if (is_decode(a) || !launch::available(cubins::prefill_union_bf16, device)) return Formulation::decode;
+  if (is_decode(a) || !here) return Formulation::decode;
   const bool unions = union_refuses(a) == nullptr, kv_stationary = kv_stationary_refuses(a) == nullptr;
   if (unions && kv_stationary) return Formulation::by_sequence;
   if (unions) return Formulation::union_tiles;
