@@ -56,11 +56,9 @@ bool stores(const Tensor& from, const Tensor& to) {
          (from.scalar_type() == to.scalar_type() || (is_float8(to.scalar_type()) && !is_float8(from.scalar_type())));
 }
 
-// Bytes of a KV element that the decode kernels take together with this query dtype, or 0.
-std::int64_t kv_size(ScalarType q, ScalarType kv) {
-  if (q != ScalarType::BFloat16 && q != ScalarType::Half) return 0;
-  if (kv == ScalarType::Float8_e4m3fn || kv == ScalarType::Float8_e5m2) return 1;
-  return kv == q ? 2 : 0;
+// Whether the sparse attention kernels take these dtypes together.
+bool takes_kv(ScalarType q, ScalarType kv) {
+  return (q == ScalarType::BFloat16 || q == ScalarType::Half) && (kv == q || is_float8(kv));
 }
 
 // Whether a tensor map of 16-bit elements can describe the first `dims` dimensions of a tensor.
@@ -140,62 +138,90 @@ void check_scores(const Tensor& scores, const Tensor& index_q, const Tensor& ind
                   "scores: expected float32 [T, Hi, ceil(M * page / 128)] with a contiguous last dimension");
 }
 
-// What the attention operators have in common.
-void check_attention(const m3_sparse::DecodeArguments& a) {
-  const auto& [out, lse, q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale,
-               softmax_scale, causal] = a;
+// What sparse and dense attention have in common: all but block_indices, the cache's dtype and the limits. `of_v_cache`
+// is what v_cache shares with k_cache according to the error.
+template <typename Arguments>
+void check_paged_attention(const Arguments& a, const char* of_v_cache) {
+  const Tensor &q = a.q, &k_cache = a.k_cache, &v_cache = a.v_cache, &out = a.out, &block_table = a.block_table;
   STD_TORCH_CHECK(q.dim() == 3 && q.size(2) == 128, "q: expected [T, Hq, 128]");
   STD_TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(3) == 128 && (k_cache.size(2) == 64 || k_cache.size(2) == 128),
                   "k_cache: expected [P, Hkv, 64 or 128, 128]");
   const std::int64_t t = q.size(0), hq = q.size(1), p = k_cache.size(0), hkv = k_cache.size(1), page = k_cache.size(2);
   STD_TORCH_CHECK(v_cache.dim() == 4 && v_cache.size(0) == p && v_cache.size(1) == hkv && v_cache.size(2) == page &&
-                      v_cache.size(3) == 128 && v_cache.scalar_type() == k_cache.scalar_type(),
-                  "v_cache: expected shape and dtype of k_cache");
+                      v_cache.size(3) == 128,
+                  "v_cache: expected ", of_v_cache, " of k_cache");
   STD_TORCH_CHECK(hkv >= 1 && hq % hkv == 0 && hq / hkv <= 16 && (hq >= 1 || t == 0),
                   "q: expected 1 to 16 query heads for each KV head");
   STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == t && out.size(1) == hq && out.size(2) == 128 &&
                       out.scalar_type() == q.scalar_type(),
                   "out: expected shape and dtype of q");
-  STD_TORCH_CHECK(!lse.has_value() || (lse->dim() == 2 && lse->size(0) == t && lse->size(1) == hq &&
-                                       lse->scalar_type() == ScalarType::Float && same_device(*lse, q)),
+  STD_TORCH_CHECK(!a.lse.has_value() || (a.lse->dim() == 2 && a.lse->size(0) == t && a.lse->size(1) == hq &&
+                                         a.lse->scalar_type() == ScalarType::Float && same_device(*a.lse, q)),
                   "lse: expected float32 [T, Hq] on q's device");
-  STD_TORCH_CHECK(block_indices.dim() == 3 && block_indices.size(0) == t && block_indices.size(1) == hkv &&
-                      block_indices.size(2) <= 32 && block_indices.scalar_type() == ScalarType::Int,
-                  "block_indices: expected int32 [T, Hkv, K <= 32]");
-  STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int), "seqused_k: expected contiguous int32 [B]");
-  const std::int64_t b = seqused_k.size(0);
-  STD_TORCH_CHECK(is_vector(cu_seqlens_q, ScalarType::Int) && cu_seqlens_q.size(0) == b + 1,
+  STD_TORCH_CHECK(is_vector(a.seqused_k, ScalarType::Int), "seqused_k: expected contiguous int32 [B]");
+  const std::int64_t b = a.seqused_k.size(0);
+  STD_TORCH_CHECK(is_vector(a.cu_seqlens_q, ScalarType::Int) && a.cu_seqlens_q.size(0) == b + 1,
                   "cu_seqlens_q: expected contiguous int32 [B + 1]");
   STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == b && block_table.scalar_type() == ScalarType::Int &&
                       (block_table.size(1) < 2 || block_table.stride(1) == 1),
                   "block_table: expected int32 [B, M], contiguous rows");
-  const std::int64_t size = kv_size(q.scalar_type(), k_cache.scalar_type());
-  STD_TORCH_CHECK(size != 0,
-                  "q, k_cache: expected bfloat16 or float16 q with a cache of q's dtype, float8_e4m3fn or float8_e5m2");
-  STD_TORCH_CHECK(
-      t <= INT32_MAX / 16 && hkv <= 65535 && b < INT32_MAX && p <= INT32_MAX && block_table.size(1) <= INT32_MAX,
-      "expected at most 2^27 - 1 tokens, 65535 KV heads, 2^31 - 1 requests, pages and table columns");
   STD_TORCH_CHECK(same_device(out, q) && same_device(k_cache, q) && same_device(v_cache, q) &&
-                      same_device(block_indices, q) && same_device(block_table, q) && same_device(cu_seqlens_q, q) &&
-                      same_device(seqused_k, q),
+                      same_device(block_table, q) && same_device(a.cu_seqlens_q, q) && same_device(a.seqused_k, q),
                   "all tensors: expected one device");
-  check_scale(k_scale, q, hkv, "k_scale");
-  check_scale(v_scale, q, hkv, "v_scale");
+  check_scale(a.k_scale, q, hkv, "k_scale");
+  check_scale(a.v_scale, q, hkv, "v_scale");
   STD_TORCH_CHECK(t == 0 || (aligned16(q, 2) && aligned16(out, 2)),
                   "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, size) && aligned16(v_cache, size)),
+  STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, stored_size(k_cache.scalar_type())) &&
+                             aligned16(v_cache, stored_size(v_cache.scalar_type()))),
                   "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
 }
 
-// Without a sequence every row lies past the last one: empty rows. True if that was so.
-bool all_rows_empty(const m3_sparse::DecodeArguments& a) {
-  if (a.seqused_k.size(0) != 0) return false;
+void check_attention(const m3_sparse::DecodeArguments& a) {
+  const Tensor &q = a.q, &k_cache = a.k_cache, &block_indices = a.block_indices;
+  check_paged_attention(a, "shape and dtype");
+  STD_TORCH_CHECK(a.v_cache.scalar_type() == k_cache.scalar_type(), "v_cache: expected shape and dtype of k_cache");
+  const std::int64_t t = q.size(0), hkv = k_cache.size(1);
+  STD_TORCH_CHECK(block_indices.dim() == 3 && block_indices.size(0) == t && block_indices.size(1) == hkv &&
+                      block_indices.size(2) <= 32 && block_indices.scalar_type() == ScalarType::Int &&
+                      same_device(block_indices, q),
+                  "block_indices: expected int32 [T, Hkv, K <= 32] on q's device");
+  STD_TORCH_CHECK(takes_kv(q.scalar_type(), k_cache.scalar_type()),
+                  "q, k_cache: expected bfloat16 or float16 q with a cache of q's dtype, float8_e4m3fn or float8_e5m2");
+  STD_TORCH_CHECK(t <= INT32_MAX / 16 && hkv <= 65535 && a.seqused_k.size(0) < INT32_MAX &&
+                      k_cache.size(0) <= INT32_MAX && a.block_table.size(1) <= INT32_MAX,
+                  "expected at most 2^27 - 1 tokens, 65535 KV heads, 2^31 - 1 requests, pages and table columns");
+}
+
+void check_dense(const m3_sparse::DenseArguments& a) {
+  const Tensor &q = a.q, &k_cache = a.k_cache, &v_cache = a.v_cache;
+  check_paged_attention(a, "the shape");
+  STD_TORCH_CHECK((q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half) &&
+                      k_cache.scalar_type() == q.scalar_type() && v_cache.scalar_type() == q.scalar_type(),
+                  "q, k_cache, v_cache: expected one dtype, bfloat16 or float16");
+  STD_TORCH_CHECK(q.size(0) <= INT32_MAX / 64 && a.seqused_k.size(0) <= INT32_MAX / 256 && k_cache.size(1) <= 65535 &&
+                      k_cache.size(0) <= INT32_MAX && a.block_table.size(1) <= INT32_MAX / 64,
+                  "expected at most 2^25 - 1 tokens and table columns, 2^23 - 1 requests, 65535 KV heads and 2^31 - 1 "
+                  "pages");
+  STD_TORCH_CHECK(q.size(0) == 0 || (maps(q, 2) && maps(k_cache, 3) && maps(v_cache, 3)),
+                  "q, k_cache, v_cache: expected strides above 0 and below 2^40 bytes");
+}
+
+// Rows that see no key.
+template <typename Arguments>
+void write_empty_rows(const Arguments& a) {
   Tensor out = a.out;
   torch::stable::zero_(out);
   if (a.lse.has_value()) {
     Tensor lse = *a.lse;
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
   }
+}
+
+// Without a sequence every row lies past the last one: empty rows. True if that was so.
+bool all_rows_empty(const m3_sparse::DecodeArguments& a) {
+  if (a.seqused_k.size(0) != 0) return false;
+  write_empty_rows(a);
   return true;
 }
 
@@ -369,56 +395,13 @@ void aot_sparse_attention_kv_stationary(Tensor out, std::optional<Tensor> lse, T
 void aot_dense_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tensor k_cache, Tensor v_cache,
                          Tensor block_table, Tensor cu_seqlens_q, Tensor seqused_k, double softmax_scale, bool causal,
                          std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, std::int64_t splits) {
-  STD_TORCH_CHECK(q.dim() == 3 && q.size(2) == 128, "q: expected [T, Hq, 128]");
-  STD_TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(3) == 128 && (k_cache.size(2) == 64 || k_cache.size(2) == 128),
-                  "k_cache: expected [P, Hkv, 64 or 128, 128]");
-  const std::int64_t t = q.size(0), hq = q.size(1), p = k_cache.size(0), hkv = k_cache.size(1), page = k_cache.size(2);
-  STD_TORCH_CHECK(v_cache.dim() == 4 && v_cache.size(0) == p && v_cache.size(1) == hkv && v_cache.size(2) == page &&
-                      v_cache.size(3) == 128,
-                  "v_cache: expected the shape of k_cache");
-  STD_TORCH_CHECK((q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half) &&
-                      k_cache.scalar_type() == q.scalar_type() && v_cache.scalar_type() == q.scalar_type(),
-                  "q, k_cache, v_cache: expected one dtype, bfloat16 or float16");
-  STD_TORCH_CHECK(hkv >= 1 && hq % hkv == 0 && hq / hkv <= 16 && (hq >= 1 || t == 0),
-                  "q: expected 1 to 16 query heads for each KV head");
-  STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == t && out.size(1) == hq && out.size(2) == 128 &&
-                      out.scalar_type() == q.scalar_type(),
-                  "out: expected shape and dtype of q");
-  STD_TORCH_CHECK(!lse.has_value() || (lse->dim() == 2 && lse->size(0) == t && lse->size(1) == hq &&
-                                       lse->scalar_type() == ScalarType::Float && same_device(*lse, q)),
-                  "lse: expected float32 [T, Hq] on q's device");
-  STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int), "seqused_k: expected contiguous int32 [B]");
-  const std::int64_t b = seqused_k.size(0);
-  STD_TORCH_CHECK(is_vector(cu_seqlens_q, ScalarType::Int) && cu_seqlens_q.size(0) == b + 1,
-                  "cu_seqlens_q: expected contiguous int32 [B + 1]");
-  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == b && block_table.scalar_type() == ScalarType::Int &&
-                      (block_table.size(1) < 2 || block_table.stride(1) == 1),
-                  "block_table: expected int32 [B, M], contiguous rows");
-  STD_TORCH_CHECK(t <= INT32_MAX / 64 && b <= INT32_MAX / 256 && hkv <= 65535 && p <= INT32_MAX &&
-                      block_table.size(1) <= INT32_MAX / 64,
-                  "expected at most 2^25 - 1 tokens and table columns, 2^23 - 1 requests, 65535 KV heads and 2^31 - 1 "
-                  "pages");
-  STD_TORCH_CHECK(same_device(out, q) && same_device(k_cache, q) && same_device(v_cache, q) &&
-                      same_device(block_table, q) && same_device(cu_seqlens_q, q) && same_device(seqused_k, q),
-                  "all tensors: expected one device");
-  check_scale(k_scale, q, hkv, "k_scale");
-  check_scale(v_scale, q, hkv, "v_scale");
-  STD_TORCH_CHECK(t == 0 || (aligned16(q, 2) && aligned16(out, 2)),
-                  "q, out: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(p == 0 || (aligned16(k_cache, 2) && aligned16(v_cache, 2)),
-                  "k_cache, v_cache: expected 16-byte aligned bases and strides, contiguous last dimension");
-  STD_TORCH_CHECK(t == 0 || (maps(q, 2) && maps(k_cache, 3) && maps(v_cache, 3)),
-                  "q, k_cache, v_cache: expected strides above 0 and below 2^40 bytes");
+  const m3_sparse::DenseArguments a{out,          lse,       q,       k_cache, v_cache,       block_table,
+                                    cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale, causal};
+  check_dense(a);
   STD_TORCH_CHECK(splits >= 0 && splits <= m3_sparse::kMostDenseSplits, "splits: expected 0 (chosen by shape) to ",
                   m3_sparse::kMostDenseSplits);
-  if (b == 0 || p == 0) {  // no row sees a key
-    torch::stable::zero_(out);
-    if (lse.has_value()) torch::stable::fill_(*lse, -std::numeric_limits<double>::infinity());
-    return;
-  }
-  m3_sparse::dense(
-      {out, lse, q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale, softmax_scale, causal},
-      splits);
+  if (seqused_k.size(0) == 0 || k_cache.size(0) == 0) return write_empty_rows(a);  // no row sees a key
+  m3_sparse::dense(a, splits);
 }
 
 void aot_merge_states(Tensor out, Tensor lse, Tensor outs, Tensor lses) {

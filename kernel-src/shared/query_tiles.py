@@ -13,6 +13,7 @@ from cutlass import Int32, Int64
 from shared import ptx
 
 BLOCK_BITS = 7
+BLOCK = 1 << BLOCK_BITS
 
 
 def candidates(position):
@@ -136,3 +137,8 @@ def locate_unit(
         high = ptx.minimum_i32(high, low + step - 1)
     tile_base = request_base + units_before(low, position, tile_shift, free_blocks)
     return group, group_base, request, token, position, rows, low, tile_base
+
+
+def units_of_cta(total, ctas, least):
+    """Units of a CTA's range: equal parts of all, but no fewer than `least`."""
+    return ptx.maximum_i32(ptx.divide_u32(total + ctas - 1, ctas), Int32(least))

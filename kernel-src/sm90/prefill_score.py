@@ -13,7 +13,7 @@ Tile picture
     A tile is ROWS = 256 rows (128 for `top32`) of one request: tokens x heads, heads fastest. Of a tile's blocks those
     are scored that its last row needs: no forced ones, so with a local block there is no mask either. A unit is (tile,
     block). All units in order (query_tiles.py) are cut into equal contiguous ranges, one a CTA and one CTA a
-    multiprocessor. What a tile cut in two leaves, two lists a row, is folded by the second kernel of this file.
+    multiprocessor. What a tile cut in two leaves, two lists a row, is folded by score_fold.py.
     Rows that have no more candidates than topk need no score. They are written by three otherwise idle warps.
 
 Roles (384 threads)
@@ -49,334 +49,34 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from shared import fit_fp16, hopper, mma, ptx, query_tiles, ranking, select, smem, tma
 from shared.program import Program
+from shared.score_fold import LEAST_UNITS, PrefillFold, part_address
+from shared.score_loaders import BLOCK, DIMS, DTYPES, RECORD_BYTES, WIDENERS, ScoreLoaders
 
-BLOCK = 128
-DIMS = 128
-HALF = 64  # keys of a TMA box
 THREADS = 384
-WIDENERS = 96
-CONSUMER_WARPS = 8
 # Taken from what the launch gave, 384 x 168: a request for more than that would never be met.
 OTHER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 NEG_INF = float("-inf")
-RECORD_BYTES = 32
-# A CTA's least share of a topk variant: a tile cut into many parts costs more to fold than to score.
-LEAST_UNITS = 4
-
-MMA_TYPES = {"bf16": BFloat16, "f16": Float16, "e4m3": Float8E4M3FN}
-# (query, key) -> type of the MMA. fp8 keys are widened to fp16 unless the queries are fp8 as well.
-DTYPES = {
-    ("bf16", "bf16"): "bf16",
-    ("f16", "f16"): "f16",
-    ("bf16", "e4m3"): "f16",
-    ("f16", "e4m3"): "f16",
-    ("e4m3", "e4m3"): "e4m3",
-}
 # name -> (length of a row's list, m64 tiles of a warpgroup)
 VARIANTS = {"top16": (16, 2), "top32": (32, 1), "scores": (0, 2)}
 
 
-def units_of_cta(total, ctas, least):
-    return ptx.maximum_i32(ptx.divide_u32(total + ctas - 1, ctas), Int32(least))
-
-
-class PrefillScore:
+class PrefillScore(ScoreLoaders):
     """One variant of the kernel."""
 
     def __init__(self, query, key, variant):
-        self.query, self.key = query, key
-        self.length, self.tiles = VARIANTS[variant]
-        self.mma_type = MMA_TYPES[DTYPES[query, key]]
-        self.widen = key == "e4m3" and query != "e4m3"
-        self.normalise = self.widen and query == "bf16"
-        self.query_type = MMA_TYPES[query]
-        self.key_type = MMA_TYPES[key]
-        self.rows = 128 * self.tiles
-        self.row_bits = 6 + self.tiles
-        self.least_units = LEAST_UNITS if self.length else 1
-        element = 1 if query == "e4m3" else 2
-        self.chunks = element  # of 128 bytes, of a query or of a key as the MMA reads it
-        self.stage_bytes = BLOCK * DIMS * element
-        self.stored_bytes = BLOCK * DIMS * (1 if key == "e4m3" else 2)
-        self.stages = 3 if self.widen else 8 if element == 1 else 4
-        self.stored_stages = 2 if self.widen else 0
-        self.query_bytes = self.rows * DIMS * element
+        length, tiles = VARIANTS[variant]
+        super().__init__(query, key, length, tiles, LEAST_UNITS if length else 1)
         self.score_mode = self.length == 0
         fp8_lists = query == "e4m3" and not self.score_mode
         # A block's maximum enters the list under the next block's MMA. 16-bit MMAs are long enough without, and their
         # operands leave no registers for it.
         self.late = fp8_lists
         self.waits = fp8_lists
-        # Shared memory after the stages.
-        at = self.stages * self.stage_bytes
-        self.stored_at = at
-        at += self.stored_stages * self.stored_bytes
-        self.query_at = at
-        at += self.query_bytes
-        self.record_at = at
-        at += 2 * RECORD_BYTES
-        self.flags_at = at  # of a stage: bit h set if its half h is there
-        at += 4 * self.stages
-        self.stored_flags_at = at
-        at += 4 * self.stored_stages
-        at = (at + 15) & ~15
-        self.barriers_at = at
-        count = 2 * self.stages + 2 * self.stored_stages + 2
-        self.dynamic_smem = at + 8 * count
-
-    # ---- addresses of barriers
-
-    def full(self, base, stage):
-        return base + self.barriers_at + stage * 8
-
-    def empty(self, base, stage):
-        return base + self.barriers_at + (self.stages + stage) * 8
-
-    def stored(self, base, stage):
-        return base + self.barriers_at + (2 * self.stages + stage) * 8
-
-    def taken(self, base, stage):
-        return base + self.barriers_at + (2 * self.stages + self.stored_stages + stage) * 8
-
-    def query_full(self, base):
-        return base + self.barriers_at + (2 * self.stages + 2 * self.stored_stages) * 8
-
-    def query_empty(self, base):
-        return self.query_full(base) + 8
-
-    def init_barriers(self, base):
-        for stage in range(self.stages):
-            smem.mbarrier_init(self.full(base, stage), Int32(WIDENERS if self.widen else 1))
-            smem.mbarrier_init(self.empty(base, stage), Int32(CONSUMER_WARPS))
-        for stage in range(self.stored_stages):
-            smem.mbarrier_init(self.stored(base, stage), Int32(1))
-            smem.mbarrier_init(self.taken(base, stage), Int32(WIDENERS))
-        smem.mbarrier_init(self.query_full(base), Int32(1))
-        smem.mbarrier_init(self.query_empty(base), Int32(CONSUMER_WARPS))
-
-    # ---- the producer: warp 0
-
-    def load_page(self, table, token, page_shift, table_width):
-        entry = token >> page_shift
-        return ptx.load_i32_if(table + Int64(entry) * 4, Int32(entry < table_width), -1)
-
-    @cute.jit
-    def load_keys(
-        self,
-        map_k: Int64,
-        target: Int32,
-        barrier: Int32,
-        flags_at: Int32,
-        pages: cute.Tensor,
-        first_key: Int32,
-        in_page: Int32,  # mask of the position within a page
-        num_pages: Int32,
-    ):
-        """The two halves of a block, by one thread; a half on no page is left out."""
-        bytes_half = self.stored_bytes // 2
-        there = [Int32((pages[h] >= 0) & (pages[h] < num_pages)) for h in range(2)]
-        smem.store_i32(flags_at, there[0] + 2 * there[1])
-        smem.mbarrier_expect(barrier, (there[0] + there[1]) * bytes_half)
-        for half in cutlass.range_constexpr(2):
-            if there[half] != 0:
-                for chunk in cutlass.range_constexpr(self.stored_bytes // (BLOCK * 128)):
-                    place = target + chunk * (BLOCK * 128) + half * (HALF * 128)
-                    coordinates = (Int32(chunk * 64), (first_key + HALF * half) & in_page, pages[half])
-                    tma.tma_load(place, map_k, coordinates, barrier)
-
-    @cute.jit
-    def produce(
-        self,
-        base: Int32,
-        map_q: Int64,
-        map_k: Int64,
-        block_table: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        table_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        tile_shift: Int32,
-        num_pages: Int32,
-        table_width: Int32,
-        page_shift: Int32,
-        first_scored: Int32,
-        free_blocks: Int32,
-        first_block: Int32,
-        lane: Int32,
-        cta: Int32,
-        ctas: Int32,
-    ):
-        reach = table_width << page_shift
-        data = (cu_seqlens_q, seqused_k, num_requests, num_tokens, reach, first_scored, tile_shift, free_blocks, lane)
-        total = query_tiles.count_units(*data[:8], lane)
-        share = units_of_cta(total, ctas, self.least_units)
-        unit = cta * share
-        end = ptx.minimum_i32(unit + share, total)
-        in_page = (Int32(1) << page_shift) - 1
-        pages = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        next_pages = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        group, group_base, request = Int32(0), Int32(0), Int32(0)
-        token, position, rows, tile, tile_base = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        stage, phase, slot = Int32(0), Int32(1), Int32(0)
-        while unit < end:
-            if (tile << tile_shift) >= rows:
-                group, group_base, request, token, position, rows, tile, tile_base = query_tiles.locate_unit(
-                    unit, group, group_base, *data
-                )
-            done = tile << tile_shift
-            count = ptx.minimum_i32(rows - done, Int32(1) << tile_shift)
-            units = query_tiles.candidates(position + done + count - 1) - free_blocks
-            begin = unit - tile_base
-            stop = ptx.minimum_i32(units, end - tile_base)
-            if (rows <= 0) | (begin < 0) | (stop <= begin):  # the lengths changed under the launch
-                end = unit
-            else:
-                table = block_table + Int64(request) * table_stride
-                block, last = first_block + begin, first_block + stop
-                for half in cutlass.range_constexpr(2):
-                    next_pages[half] = self.load_page(table, block * BLOCK + HALF * half, page_shift, table_width)
-                smem.mbarrier_wait(self.query_empty(base), slot ^ 1)
-                if lane == 0:
-                    record = base + self.record_at + slot * RECORD_BYTES
-                    whole = Int32((begin == 0) & (stop == units))
-                    part = 2 * cta + Int32(begin == 0)
-                    smem.store_i32x4(record, [token + done, count, position + done, block])
-                    smem.store_i32x4(record + 16, [last, whole, part, Int32(1)])
-                    smem.mbarrier_expect(self.query_full(base), Int32(self.query_bytes))
-                    for chunk in cutlass.range_constexpr(self.chunks):
-                        target = base + self.query_at + chunk * (self.rows * 128)
-                        tma.tma_load(target, map_q, (Int32(chunk * 64), Int32(0), token + done), self.query_full(base))
-                slot = slot ^ 1
-                unit = tile_base + stop
-                if stop == units:
-                    tile = tile + 1
-                    tile_base = unit
-                for b in cutlass.range(block, last, unroll=1):
-                    for half in cutlass.range_constexpr(2):
-                        pages[half] = next_pages[half]
-                        ahead = (b + 1) * BLOCK + HALF * half
-                        next_pages[half] = self.load_page(table, ahead, page_shift, table_width)
-                    if cutlass.const_expr(self.widen):
-                        smem.mbarrier_wait(self.taken(base, stage), phase)
-                        if lane == 0:
-                            target = base + self.stored_at + stage * self.stored_bytes
-                            flags = base + self.stored_flags_at + stage * 4
-                            self.load_keys(
-                                map_k, target, self.stored(base, stage), flags, pages, b * BLOCK, in_page, num_pages
-                            )
-                    else:
-                        smem.mbarrier_wait(self.empty(base, stage), phase)
-                        if lane == 0:
-                            target = base + stage * self.stage_bytes
-                            flags = base + self.flags_at + stage * 4
-                            self.load_keys(
-                                map_k, target, self.full(base, stage), flags, pages, b * BLOCK, in_page, num_pages
-                            )
-                    stage = stage + 1
-                    if stage == (self.stored_stages if self.widen else self.stages):
-                        stage = Int32(0)
-                        phase = phase ^ 1
-        # Nothing more to come.
-        smem.mbarrier_wait(self.query_empty(base), slot ^ 1)
-        if lane == 0:
-            record = base + self.record_at + slot * RECORD_BYTES
-            smem.store_i32x4(record + 16, [Int32(0), Int32(0), Int32(0), Int32(0)])
-            hopper.mbarrier_arrive(self.query_full(base))
-        if cutlass.const_expr(self.widen):
-            smem.mbarrier_wait(self.taken(base, stage), phase)
-            if lane == 0:
-                smem.store_i32(base + self.stored_flags_at + stage * 4, Int32(-1))
-                hopper.mbarrier_arrive(self.stored(base, stage))
-
-    # ---- warps 1 - 3
-
-    @cute.jit
-    def widen_keys(self, base: Int32, worker: Int32):
-        """Every stage of e4m3 keys to a stage of fp16 keys, until the producer's last."""
-        source, source_phase = Int32(0), Int32(0)
-        stage, phase = Int32(0), Int32(1)
-        more = Int32(1)
-        while more != 0:
-            smem.mbarrier_wait(self.stored(base, source), source_phase)
-            flags = smem.load_i32(base + self.stored_flags_at + source * 4)
-            if flags < 0:
-                more = Int32(0)
-            else:
-                smem.mbarrier_wait(self.empty(base, stage), phase)
-                stored = base + self.stored_at + source * self.stored_bytes
-                wide = base + stage * self.stage_bytes
-                for i in cutlass.range(worker, BLOCK * 8, WIDENERS, unroll=2):
-                    row, chunk = i >> 3, i & 7
-                    words = smem.load_i32x4(stored + row * 128 + ((chunk ^ (row & 7)) << 4))
-                    pairs = [mma.widen_e4m3(w) for w in words]
-                    # 16 dims: two chunks of the row, in the first or second half of the dims.
-                    place = wide + (chunk >> 2) * (BLOCK * 128) + row * 128
-                    first = (chunk & 3) * 2
-                    smem.store_i32x4(place + ((first ^ (row & 7)) << 4), pairs[0] + pairs[1])
-                    smem.store_i32x4(place + (((first + 1) ^ (row & 7)) << 4), pairs[2] + pairs[3])
-                if worker == 0:
-                    smem.store_i32(base + self.flags_at + stage * 4, flags)
-                tma.fence_async()
-                hopper.mbarrier_arrive(self.full(base, stage))
-                hopper.mbarrier_arrive(self.taken(base, source))
-                source = source + 1
-                if source == self.stored_stages:
-                    source = Int32(0)
-                    source_phase = source_phase ^ 1
-                stage = stage + 1
-                if stage == self.stages:
-                    stage = Int32(0)
-                    phase = phase ^ 1
-
-    @cute.jit
-    def write_rows_without_scores(
-        self,
-        out: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        slot_stride: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        head_shift: Int32,
-        reach: Int32,
-        topk: Int32,
-        worker: Int32,
-        workers: Int32,
-        lane: Int32,
-    ):
-        """Rows with at most topk candidates take them all; rows of no request have none."""
-        for first in cutlass.range(0, num_requests + 1, 32, unroll=1):
-            start, tokens, position = query_tiles.load_request(
-                cu_seqlens_q, seqused_k, first + lane, num_requests, num_tokens, reach
-            )
-            tokens = ptx.clamp(topk * BLOCK - position, Int32(0), tokens)
-            if first + lane == num_requests:
-                start = ptx.clamp(ptx.load_i32(cu_seqlens_q + Int64(num_requests) * 4), Int32(0), num_tokens)
-                tokens = num_tokens - start
-                position = Int32(-(1 << 31))  # no candidates at any of them
-            left = ptx.ballot(Int32(tokens > 0))
-            while left != 0:
-                which = ptx.count_bits((left & (0 - left)) - 1)
-                left = left & (left - 1)
-                first_token, rows = ptx.shuffle(start, which), ptx.shuffle(tokens, which) << head_shift
-                first_position = ptx.shuffle(position, which)
-                for r in cutlass.range(worker, rows, workers, unroll=1):
-                    token = r >> head_shift
-                    head = r - (token << head_shift)
-                    n = query_tiles.candidates(first_position + token)
-                    row = out + Int64(first_token + token) * token_stride + Int64(head) * head_stride
-                    for j in cutlass.range(topk, unroll=1):
-                        ptx.store_words(row + Int64(j) * slot_stride, [ptx.select(j < n, j, Int32(-1))])
-
-    # ---- consumers: warps 4 - 11
 
     def load_queries(self, base, first_row, lane):
         """The A operand of 64 rows, this warp's 16 of them from `first_row` on, as words."""
@@ -822,132 +522,6 @@ class PrefillScore:
         )
 
 
-def part_address(parts, part, rows, length, row):
-    """A part is [2 length / 4][rows] groups of four words: the keys, then the ids."""
-    return parts + Int64(part) * (rows * length * 8) + Int64(row) * 16
-
-
-class PrefillFold:
-    """The tiles that were cut: the lists of their parts, in the order of blocks, into one selection. CTA (c, y) has the
-    rows 128 y ... of the tile that begins in the range of CTA c and ends in another's."""
-
-    def __init__(self, variant):
-        self.length, tiles = VARIANTS[variant]
-        self.rows = 128 * tiles
-        self.row_bits = 6 + tiles
-        self.dynamic_smem = 0
-
-    def load_part(self, parts, part, row, keys, ids):
-        place = part_address(parts, part, self.rows, self.length, row)
-        for j in range(0, self.length, 4):
-            found = ptx.load_fresh_16_bytes_if(place + self.rows * 4 * j, Int32(1))
-            found_ids = ptx.load_fresh_16_bytes_if(place + self.rows * 4 * (self.length + j), Int32(1))
-            for i in range(4):
-                keys[j + i], ids[j + i] = found[i], found_ids[i]
-
-    @cute.kernel
-    def kernel(
-        self,
-        out: Int64,
-        parts: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        out_slot_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        head_shift: Int32,
-        reach: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-        vectors: Int32,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, part_of_rows, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        lane = thread & 31
-        row = part_of_rows * 128 + thread
-        tile_shift = Int32(self.row_bits) - head_shift
-        free_blocks = local_blocks + init_blocks
-        data = (cu_seqlens_q, seqused_k, num_requests, num_tokens, reach, topk * BLOCK, tile_shift, free_blocks, lane)
-        total = query_tiles.count_units(*data[:8], lane)
-        share = units_of_cta(total, ctas, LEAST_UNITS)
-        end = (cta + 1) * share
-        count, last_part = Int32(0), cta
-        token, position = Int32(0), Int32(0)
-        if (end < total) & (end > 0):
-            _, _, _, token, position, rows, tile, tile_base = query_tiles.locate_unit(
-                end - 1, Int32(0), Int32(0), *data
-            )
-            done = tile << tile_shift
-            token, position = token + done, position + done
-            in_tile = ptx.minimum_i32(rows - done, Int32(1) << tile_shift)
-            stop = tile_base + query_tiles.candidates(position + in_tile - 1) - free_blocks
-            if (rows > 0) & (tile_base >= end - share) & (stop > end):
-                count = in_tile
-                last_part = ptx.minimum_i32(ptx.divide_u32(stop - 1, share), ctas - 1)
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        own = row >> head_shift
-        if own < count:
-            keys, ids, next_keys, next_ids = [
-                cute.make_rmem_tensor(cute.make_layout(self.length), Int32) for _ in range(4)
-            ]
-            self.load_part(parts, 2 * cta + 1, row, keys, ids)
-            self.load_part(parts, 2 * cta + 2, row, next_keys, next_ids)  # there is at least one more
-            for c in cutlass.range(cta + 1, last_part + 1, unroll=1):
-                other_keys = [next_keys[j] for j in range(self.length)]
-                other_ids = [next_ids[j] for j in range(self.length)]
-                self.load_part(parts, 2 * ptx.minimum_i32(c + 1, last_part), row, next_keys, next_ids)
-                ranking.merge(keys, ids, other_keys, other_ids, self.length)
-            n = query_tiles.candidates(position + own)
-            head = row - (own << head_shift)
-            place = out + Int64(token + own) * out_token_stride + Int64(head) * out_head_stride
-            ranking.write_selection(
-                place, out_slot_stride, vectors, ids, self.length, n, topk, local_blocks, init_blocks
-            )
-
-    @cute.jit
-    def entry(
-        self,
-        out: Int64,
-        parts: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        out_slot_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        head_shift: Int32,
-        reach: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-        vectors: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            out,
-            parts,
-            cu_seqlens_q,
-            seqused_k,
-            out_token_stride,
-            out_head_stride,
-            out_slot_stride,
-            num_tokens,
-            num_requests,
-            head_shift,
-            reach,
-            topk,
-            local_blocks,
-            init_blocks,
-            vectors,
-        ).launch(grid=[num_requests, self.rows // 128, 1], block=[128, 1, 1], smem=0, stream=stream)
-
-
 def programs():
     example = [Int64(16)] * 11 + [Int32(1)] * 10
     scoring = [
@@ -956,4 +530,6 @@ def programs():
         for variant in VARIANTS
     ]
     fold = [Int64(16)] * 7 + [Int32(1)] * 8
-    return scoring + [Program(f"prefill_fold_{name}", PrefillFold(name), fold) for name in ("top16", "top32")]
+    return scoring + [
+        Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name]), fold) for name in ("top16", "top32")
+    ]
