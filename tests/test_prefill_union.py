@@ -137,22 +137,15 @@ def a_forced_formulation_that_cannot_run_says_why(driver):
 
 
 @check
-def prefill_formulations_are_hoppers(driver):
-    driver.set_capability(100)
-    arguments = problem()
-    assert plan(arguments) == DECODE
-    for formulation in (UNION, KV_STATIONARY, BY_SEQUENCE):
-        assert "compute capability 9.0 only" in error_of(plan, arguments, formulation)
-    assert plan(arguments, DECODE) == DECODE
-
-
-@check
 def other_architectures_decode(driver):
     driver.set_capability(100)
     assert plan(problem()) == DECODE
     operators().aot_sparse_attention(*problem())
     assert driver.launches.pop().entry == "m3s_decode_bf16_s1_sm100a_0"
-    assert "compute capabilities 9.0" in error_of(operators().aot_sparse_attention, *problem(), 0, True, UNION)
+    for formulation in (UNION, KV_STATIONARY, BY_SEQUENCE):
+        assert "compute capability 9.0 only" in error_of(plan, problem(), formulation)
+    assert plan(problem(), DECODE) == DECODE
+    assert not driver.launches
 
 
 @needs_variant
