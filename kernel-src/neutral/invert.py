@@ -40,7 +40,8 @@ Budget
 
 Limits
     K <= 32; tokens < 2^26; bins < 2^31. Bitmaps cover WINDOW blocks at a time; longer tables take several rounds.
-    Offsets, lengths, ids and pages may hold anything: no access outside the arrays.
+    Offsets, lengths, ids and pages may hold anything: no access outside the arrays. Where offsets descend, segments and
+    units need not match: lists then have gaps (heads and entries as they were) and tiles may be lost.
 """
 
 import cuda.bindings.driver as cuda
@@ -320,7 +321,8 @@ class Scan:
                 found = ptx.load_i32_batch([(x, y, 0) for x, y in zip(there, ok)])
                 for i in cutlass.range_constexpr(UNITS):
                     ptx.store_words_if(there[i], [total], ok[i])
-                    total = total + found[i]
+                    # Where offsets descend, a unit may be nobody's and its counts unwritten.
+                    total = total + ptx.clamp(found[i], Int32(0), Int32(THREADS))
                 place = place + unit_step * UNITS
             tiles = (total + (Int32(1) << tile_bits) - 1) >> tile_bits
             upto = prefix_in_warp(tiles, lane)
@@ -475,7 +477,8 @@ class Scatter:
                             before, start, count = places[i]
                             rank = before + total_bits(bits_below(base, block - window, warp))
                             at = first_tile + start + (rank >> tile_bits)
-                            if at < most_tiles:
+                            # Either bound can fail where offsets descend: a bin that nobody scanned begins anywhere.
+                            if (at >= 0) & (at < most_tiles):
                                 place = (Int64(at) << Int64(tile_bits)) + Int64(rank & (tile - 1))
                                 ptx.store_words(entries + place * 4, [(local << 5) | (slot + i)])
                                 if (rank & (tile - 1)) == 0:

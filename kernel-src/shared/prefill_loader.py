@@ -102,7 +102,8 @@ class TileLoader:
             local, slot = entry >> 5, entry & 31
             good = Int32((entry >= 0) & (local < chunk_tokens) & (slot < width))
             entry = ptx.select(good != 0, entry, Int32(-1))
-            is_new = number != previous
+            # The consumers wait for a block at the first tile whatever its number is; a list with a gap may say -1.
+            is_new = (tile == first) | (number != previous)
             is_last = (tile + 1 == stop) | (number_n != number)
             seen = columns & 0xFF
             if is_new:
