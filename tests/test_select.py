@@ -103,7 +103,8 @@ def lays_the_work_out_by_shape(driver):
     for (tokens, requests, heads, blocks, fp8), (columns, splits, groups, shape, ahead, carveout) in cases.items():
         dtypes = ("bfloat16", "float8_e4m3fn" if fp8 else "bfloat16")
         tensors = problem(tokens, requests, heads, 128, blocks, dtypes, pages=1)
-        ops.aot_select_blocks(torch.zeros(tokens, heads, 16, dtype=torch.int32), None, *tensors, 1, 0)
+        # 1: by decode_score, although some shapes would go to prefill_score.
+        ops.aot_select_blocks(torch.zeros(tokens, heads, 16, dtype=torch.int32), None, *tensors, 1, 0, 1)
         score, topk = driver.launches
         driver.launches.clear()
         case = (tokens, requests, heads, blocks, fp8)

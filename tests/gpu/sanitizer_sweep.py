@@ -1,4 +1,4 @@
-"""Every kernel of the decode step, dense attention and merge_states once, on a few rows, for compute-sanitizer.
+"""Every SM90 program once, on problems of a few rows, for compute-sanitizer.
 
     python tests/gpu/sanitizer_sweep.py --variant build/torch-stable-abi211-cu130-x86_64-linux --log FILE
 
@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
-KERNELS = ("store", "decode_score", "topk", "decode", "dense", "combine")
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SECONDS = 60  # of a tool; about 20 are expected
 SPLITS = (1, 2, 4, 16)  # CTAs a row of decode
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STORED, FUSED = 2, 3  # ways of select_blocks
+BY_SEQUENCE = 4  # a formulation of sparse_attention
 
 
 def close(got, want, tolerance=2e-2):
@@ -63,6 +64,8 @@ class Sweep:
         self.attend()
         self.dense()
         self.combine()
+        self.prefill_select()
+        self.prefill_attend()
 
     def store(self):
         kinds = [(BF16, BF16)] + list(itertools.product((BF16, FP16, FP32), (E4M3, E5M2)))
@@ -114,23 +117,64 @@ class Sweep:
         self.attend_one(FP16, E4M3, 16, [1], [700], (16, 1))
 
     def attend_one(self, query_dtype, kept, splits, q_lens, kv_lens, heads):
-        tokens, width, pages = sum(q_lens), -(-max(kv_lens) // 128), 19
+        inputs = self.sparse_inputs(query_dtype, kept, q_lens, kv_lens, heads, 16)
+        self.attend_by("sparse_attention", inputs, splits)
+
+    def sparse_inputs(self, query_dtype, kept, q_lens, kv_lens, heads, topk, page=128):
+        tokens, width, pages = sum(q_lens), -(-max(kv_lens) // page), 19
         q = self.normal(tokens, heads[0], 128, dtype=query_dtype)
-        k, v = (self.normal(pages, heads[1], 128, 128, dtype=kept) for _ in range(2))
+        k, v = (self.normal(pages, heads[1], page, 128, dtype=kept) for _ in range(2))
         table = torch.arange(len(q_lens) * width, dtype=torch.int32).view(len(q_lens), width) % pages
-        ids = torch.full((tokens, heads[1], 16), -1, dtype=torch.int32)
+        ids = torch.full((tokens, heads[1], topk), -1, dtype=torch.int32)
         cu = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
         for b, length in enumerate(kv_lens):
-            blocks = torch.arange(-(-length // 128), dtype=torch.int32)[-16:]
+            blocks = torch.arange(-(-length // 128), dtype=torch.int32)[-topk:]
             ids[cu[b] : cu[b + 1], :, : len(blocks)] = blocks
         scale = torch.tensor([0.5]) if kept.itemsize == 1 else None
-        inputs = (q, k, v, ids, table, cu, torch.tensor(kv_lens, dtype=torch.int32), 128**-0.5, True, scale, scale)
-        out, lse = torch.zeros_like(q), torch.zeros(tokens, heads[0])
-        got = self.call("sparse_attention", out, lse, *inputs, splits)
+        return (q, k, v, ids, table, cu, torch.tensor(kv_lens, dtype=torch.int32), 128**-0.5, True, scale, scale)
+
+    def attend_by(self, name, inputs, *how):
+        out, lse = torch.zeros_like(inputs[0]), torch.zeros(inputs[0].shape[:2])
+        got = self.call(name, out, lse, *inputs, *how)
         if self.reference:
             self.reference.sparse_attention(out, lse, *inputs)
             close(got[0], out)
             close(got[1], lse, 1e-3)
+
+    def prefill_select(self):
+        for query, keys in ((BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (E4M3, E4M3)):
+            for topk in (4, 20):
+                self.prefill_select_one(query, keys, [40, 0, 9], [700, 5, 131], topk)
+
+    def prefill_select_one(self, query_dtype, key_dtype, q_lens, kv_lens, topk):
+        """Stored scores with their selection once a pair of dtypes, and the selection without scores."""
+        tokens, width, pages = sum(q_lens), -(-max(kv_lens) // 128), 7
+        query, keys = self.normal(tokens, 4, 128, dtype=query_dtype), self.normal(pages, 128, 128, dtype=key_dtype)
+        table = torch.arange(len(q_lens) * width, dtype=torch.int32).view(len(q_lens), width) % pages
+        cu = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
+        tensors = (query, keys, table, cu, torch.tensor(kv_lens, dtype=torch.int32))
+        ids, scores = torch.zeros(tokens, 4, topk, dtype=torch.int32), torch.zeros(tokens, 4, width)
+        fused = self.call("select_blocks", ids, None, *tensors, 1, 0, FUSED)
+        if topk > 16:
+            return
+        got = self.call("select_blocks", ids, scores, *tensors, 1, 0, STORED)
+        if self.reference:
+            close(got[1], self._scores(scores, tensors), 1e-2 if query_dtype == E4M3 else 1e-3)
+            same_bytes(fused[0], got[0].cpu())
+
+    def prefill_attend(self):
+        """Union tiles and KV-stationary, each with a request; the latter also in chunks of one head, of up to 32 ids."""
+        for query, kept in ((BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)):
+            inputs = self.sparse_inputs(query, kept, [9, 12, 0], [300, 1600, 64], (32, 2), 4, 64)
+            ids, old = inputs[3], 12  # the second request's tokens disagree; `old` blocks are candidates of all
+            for token in range(12):
+                ids[9 + token] = (torch.arange(4, dtype=torch.int32) * 3 + token) % old
+            self.attend_by("sparse_attention", inputs, 0, True, BY_SEQUENCE)
+        for query, kept in ((BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), (FP16, E5M2)):
+            for group in (16, 8):
+                topk = 20 if (query, kept) in ((BF16, E4M3), (FP16, E4M3)) else 4
+                inputs = self.sparse_inputs(query, kept, [5, 11], [700, 131], (2 * group, 2), topk)
+                self.attend_by("sparse_attention_kv_stationary", inputs, None, 8, 1)
 
     def dense(self):
         for dtype, splits in ((BF16, 1), (FP16, 2)):

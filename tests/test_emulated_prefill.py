@@ -1,0 +1,362 @@
+"""The prefill attention programs in the PTX emulator, through the public function and the launcher, against float64.
+
+Needs `--backend=emulated`. The cases are those of the CPU tests: hostile ids, tables and lengths, poison past every end.
+Union tiles take 16 query heads a KV head; the KV-stationary pipeline takes the other cases too.
+"""
+
+import cases
+import oracle
+import pytest
+import torch
+
+import m3_sparse
+from m3_sparse import ops
+
+BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), (FP16, E5M2)]
+POLICIES = ["late", "late:tma", "late:wgmma", "random1+race", "random2+race"]
+FORMULATIONS = ["union", "kv_stationary"]
+BY_SEQUENCE = 4  # of launch/prefill.h: chosen for each request, whatever the shape
+
+each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+each_formulation = pytest.mark.parametrize("formulation", FORMULATIONS)
+
+
+def outputs(case, with_lse):
+    return cases.nan_like(case.q.shape, case.q.dtype), cases.nan_like(
+        case.q.shape[:2], torch.float32
+    ) if with_lse else None
+
+
+def attend(case, formulation, causal=True, scale=None, with_lse=True, ids=None):
+    """(out, lse) of the public function."""
+    args, options = case.sparse(ids)
+    out, lse = outputs(case, with_lse)
+    with m3_sparse.backend("aot"):
+        m3_sparse.sparse_attention(
+            *args, **options, causal=causal, softmax_scale=scale, out=out, lse=lse, return_lse=with_lse,
+            formulation=formulation,
+        )  # fmt: skip
+    return out, lse
+
+
+def by_sequence(case, causal=True):
+    """(out, lse) of the operator with the choice on the device, for shapes that are too small for it by default."""
+    (q, k_cache, v_cache, ids, table), options = case.sparse()
+    out, lse = outputs(case, True)
+    lengths, scales = (options["cu_seqlens_q"], options["seqused_k"]), (options["k_scale"], options["v_scale"])
+    ops.BUILT["sparse_attention", "aot"](
+        out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, causal, *scales, 0, True, BY_SEQUENCE
+    )
+    return out, lse
+
+
+def in_chunks(emulation, case, bits=8, heads=1, formulation=None, with_lse=True):
+    """(out, lse) of the KV-stationary pipeline, cut into chunks of 2^bits tokens and so many KV heads."""
+    (q, k_cache, v_cache, ids, table), options = case.sparse()
+    out, lse = outputs(case, with_lse)
+    lengths, scales = (options["cu_seqlens_q"], options["seqused_k"]), (options["k_scale"], options["v_scale"])
+    call = emulation.wrapped(getattr(ops, "ops", ops).aot_sparse_attention_kv_stationary.default)
+    call(out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, True, *scales, formulation, bits, heads)
+    return out, lse
+
+
+def expected(case, causal=True, scale=None, ids=None):
+    args, options = case.sparse(ids)
+    return oracle.sparse_attention(*args, **options, causal=causal, softmax_scale=scale)
+
+
+def same_bits(got, want, what):
+    for a, b in zip(got, want):
+        if a is not None and b is not None:
+            oracle.check_bitwise(a, b, what)
+
+
+# page, heads, layout, causal, ids a row, scales, q_lens, kv_lens
+PROBLEMS = {
+    "ragged": (128, (16, 1), "hnd", True, 16, None, [9, 0, 1, 14], [9, 4, 129, 900]),
+    "pages of 64": (64, (32, 2), "packed", True, 8, "head", [18, 3], [830, 64]),
+    "full": (64, (16, 1), "nhd", False, 5, "scalar", [2, 11], [129, 530]),
+    "overlapping": (128, (32, 2), "dense", True, 4, "head", [10], [300]),
+    "wide": (128, (16, 1), "padded", True, 32, "scalar", [5, 2], [4500, 0]),
+    "group of 8": (128, (16, 2), "packed", True, 4, "head", [30, 2], [500, 2]),
+    "group of 3": (64, (6, 2), "padded", False, 16, "scalar", [7, 21], [70, 333]),
+    "mha": (128, (3, 3), "nhd", True, 4, "head", [33], [300]),
+    "group of 8, wide": (64, (8, 1), "hnd", True, 20, None, [6], [2900]),
+    "more queries than keys": (128, (16, 1), "hnd", True, 2, None, [30], [9]),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_against_float64(emulation, name, dtypes):
+    page, heads, layout, causal, topk, scales, q_lens, kv_lens = PROBLEMS[name]
+    q, kv = dtypes
+    case = cases.make(
+        q_lens, kv_lens, heads=heads, page=page, dtype=q, kv_dtype=kv, layout=layout, topk=topk, causal=causal,
+        scales=scales if kv.itemsize == 1 else None, pad_rows=len(name) % 2 * 3, seed=len(name),
+    )  # fmt: skip
+    ids = [case.ids, cases.head_major(case.ids), cases.unaligned(case.ids)][len(name) % 3]
+    want = expected(case, causal)
+    for formulation in FORMULATIONS[0 if heads[0] == 16 * heads[1] else 1 :]:
+        with emulation.policy("eager+race"):
+            oracle.check_attention(*attend(case, formulation, causal, ids=ids), *want)
+
+
+def spread(case, first, second):
+    """Tokens of even groups of 4 take the blocks `first`, those of odd groups `second`."""
+    case.ids.fill_(-1)
+    for row in range(case.ids.shape[0]):
+        chosen = torch.tensor(second if row // 4 % 2 else first, dtype=torch.int32)
+        case.ids[row, :, : len(chosen)] = chosen
+    return case
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "first, second", [([0, 12], range(1, 9)), (range(2, 10), [0, 1, 11]), ([0, 2, 5], [])], ids=str
+)
+def test_gaps_of_union_tiles(emulation, dtypes, first, second):
+    """Blocks that half of a tile has not chosen: as many as there are stages, more, and all of them."""
+    q, kv = dtypes
+    case = spread(cases.make([19], [1560], heads=(16, 1), dtype=q, kv_dtype=kv), list(first), list(second))
+    for policy in ("eager+race", "random2+race"):
+        with emulation.policy(policy):
+            oracle.check_attention(*attend(case, "union"), *expected(case))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:]
+)
+@each_formulation
+def test_completion_and_schedule_change_no_bit(emulation, policy, dtypes, formulation):
+    q, kv = dtypes
+    case = cases.make([18, 5], [900, 77], heads=(16, 1), dtype=q, kv_dtype=kv, page=64, topk=8, seed=5)
+    want = attend(case, formulation)
+    with emulation.policy(policy):
+        same_bits(attend(case, formulation), want, policy)
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [16, 8])
+def test_chunks_change_no_bit(emulation, dtypes, group):
+    """Four chunks, one after the other combined beside the next; one chunk; with a scale a head and without a LSE."""
+    q, kv = dtypes
+    scales = "head" if kv.itemsize == 1 else None
+    case = cases.make(
+        [6, 7], [300, 140], heads=(4 * group, 4), dtype=q, kv_dtype=kv, topk=4, scales=scales, pad_rows=2, seed=3
+    )
+    want = attend(case, "kv_stationary")
+    oracle.check_attention(*want, *expected(case))
+    with emulation.policy("random1+race" if kv == E4M3 else "eager+race"):
+        same_bits(in_chunks(emulation, case), want, "chunks of a head")
+    same_bits(in_chunks(emulation, case, heads=2, with_lse=False), want, "without a LSE")
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [9, 2])
+def test_several_tiles_a_cta(emulation, dtypes, group):
+    """More tiles than multiprocessors: a CTA goes from tile to tile, within a block and to the next one."""
+    q, kv = dtypes
+    case = cases.make([16], [2100], heads=(16 * group, 16), dtype=q, kv_dtype=kv, topk=8, style="clean", seed=9)
+    want = attend(case, "kv_stationary")
+    oracle.check_attention(*want, *expected(case))
+    with emulation.policy("random2+race" if kv == E4M3 else "eager+race"):
+        same_bits(attend(case, "kv_stationary"), want, "schedule")
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:]
+)
+def test_several_union_tiles_a_cta(emulation, dtypes):
+    q, kv = dtypes
+    case = cases.make([60, 9], [330, 9], heads=(256, 16), dtype=q, kv_dtype=kv, topk=2, seed=9)
+    want = attend(case, "union")
+    assert emulation.driver.results[-1].ctas == 132 < 11 * 16
+    oracle.check_attention(*want, *expected(case))
+    with emulation.policy("random2+race"):
+        same_bits(attend(case, "union"), want, "schedule")
+
+
+@pytest.mark.parametrize("kv", [BF16, E4M3], ids=lambda d: str(d)[6:])
+def test_chunks_of_tokens(emulation, kv):
+    """More than one unit, segment and chunk, with requests across their borders."""
+    case = cases.make([250, 3, 20], [255, 200, 270], heads=(2, 2), dtype=BF16, kv_dtype=kv, topk=3, seed=4)
+    want = attend(case, "kv_stationary")
+    oracle.check_attention(*want, *expected(case))
+    with emulation.policy("eager+race"):
+        same_bits(in_chunks(emulation, case), want, "chunks of 256 tokens")
+
+
+@each_dtype
+def test_requests_of_another_formulation_are_left_alone(emulation, dtypes):
+    q, kv = dtypes
+    for heads in ((32, 2), (8, 4)):
+        case = cases.make([9, 5, 6], [300, 400, 200], heads=heads, dtype=q, kv_dtype=kv, topk=4, pad_rows=2)
+        want = attend(case, "kv_stationary")
+        for chunk_heads in (1, heads[1]):
+            with emulation.policy("eager+race"):
+                chosen = torch.tensor([1, 0, 1], dtype=torch.int32)
+                out, lse = in_chunks(emulation, case, 8, chunk_heads, chosen)
+            assert out[9:14].isnan().all() and lse[9:14].isnan().all()
+            for rows in (slice(0, 9), slice(14, 22)):
+                same_bits((out[rows], lse[rows]), (want[0][rows], want[1][rows]), "the others")
+
+
+def two_kinds(q_lens, kv_lens, heads, kv, topk=4):
+    """The tokens of even requests agree on their blocks, those of odd ones don't: u(4) is 1 and about 4."""
+    case = cases.make(q_lens, kv_lens, heads=heads, dtype=BF16, kv_dtype=kv, topk=topk, style="clean")
+    cu, pick = case.cu_seqlens_q.tolist(), torch.Generator().manual_seed(1)
+    for b, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens)):
+        old = (kv_len - q_len) // 128  # candidates of every token
+        for row in range(cu[b], cu[b + 1]):
+            chosen = torch.randperm(old, generator=pick)[:topk] if b % 2 else torch.arange(min(old, topk))
+            case.ids[row] = torch.nn.functional.pad(chosen, (0, topk - len(chosen)), value=-1)
+    return case
+
+
+def check_choice(got, case, policy):
+    want = [attend(case, name) for name in FORMULATIONS]
+    oracle.check_attention(*got, *expected(case))
+    cu = case.cu_seqlens_q.tolist()
+    for b in range(len(cu) - 1):
+        rows = slice(cu[b], cu[b + 1])
+        for a, b_ in zip(got, want[b % 2]):
+            oracle.check_bitwise(a[rows], b_[rows], f"{policy}: request {b} is another formulation's")
+    assert not torch.equal(want[0][0], want[1][0]), "the formulations can be told apart"
+
+
+@pytest.mark.parametrize("kv", [BF16, E4M3], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("policy", ["eager+race", "late", "random1+race", "random2+race"])
+def test_each_request_takes_its_formulation(emulation, kv, policy):
+    case = two_kinds([12, 9, 10], [600, 2500, 900], (32, 2), kv)
+    with emulation.policy(policy):
+        got = by_sequence(case)
+    check_choice(got, case, policy)
+
+
+def test_the_default_chooses_by_request(emulation):
+    """Enough rows for the choice to be taken without being asked for."""
+    case = two_kinds([70, 60], [500, 1200], (64, 4), BF16, 2)
+    with emulation.policy("eager+race"):
+        got = attend(case, None)
+    launched = {emulation.driver.manifests[e]["kernel"] for e in emulation.driver.programs}
+    assert {"union", "invert", "prefill_union", "prefill"} <= launched
+    check_choice(got, case, "by default")
+
+
+@each_formulation
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:]
+)
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scale_of_any_sign(emulation, formulation, dtypes, scale):
+    q, kv = dtypes
+    case = cases.make([11], [300], heads=(16, 1), dtype=q, kv_dtype=kv, topk=4)
+    with emulation.policy("eager+race"):
+        oracle.check_attention(*attend(case, formulation, scale=scale), *expected(case, scale=scale))
+
+
+@each_dtype
+def test_scale_below_zero_with_8_heads(emulation, dtypes):
+    q, kv = dtypes
+    case = cases.make([11], [300], heads=(8, 1), dtype=q, kv_dtype=kv, topk=4)
+    with emulation.policy("eager+race"):
+        oracle.check_attention(*attend(case, "kv_stationary", scale=-0.2), *expected(case, scale=-0.2))
+
+
+@each_formulation
+def test_lse_may_be_left_out(emulation, formulation):
+    for q, kv in DTYPES[:4]:
+        for topk in (4, 20):
+            case = cases.make([11], [300], heads=(16, 1), dtype=q, kv_dtype=kv, topk=topk)
+            same_bits(attend(case, formulation, with_lse=False), attend(case, formulation), "out")
+
+
+@each_dtype
+@pytest.mark.parametrize("page", [64, 128])
+def test_page_numbers_outside_the_cache_contribute_nothing(emulation, page, dtypes):
+    q, kv = dtypes
+    for heads in ((16, 1), (8, 1)):
+        case = cases.make([14], [830], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=8, style="clean", seed=page)
+        bad = [1, 3, 6] if page == 128 else [0, 3, 6, 7, 13]
+        wrong = [-1, case.k_cache.shape[0], 1 << 30, -(2**31), -5][: len(bad)]
+        case.block_table[0, bad] = torch.tensor(wrong, dtype=torch.int32)
+        for formulation in FORMULATIONS[0 if heads[0] == 16 else 1 :]:
+            with emulation.policy("eager+race"):
+                oracle.check_attention(*attend(case, formulation), *expected(case))
+
+
+@each_formulation
+def test_long_page_tables(emulation, formulation):
+    """More blocks than a window of the list builds holds, in windows that no row chose from too."""
+    case = cases.make([9, 3], [640, 200], heads=(16, 1), dtype=BF16, topk=6, style="clean")
+    blocks, own = 5000, case.block_table[0, :5]
+    table = torch.full((2, blocks), -1, dtype=torch.int32)
+    table[0], table[1, :2] = own[torch.arange(blocks) % 5], case.block_table[1, :2]
+    case.block_table, case.seqused_k = table, torch.tensor([blocks * 128 - 31, 200], dtype=torch.int32)
+    pick = torch.Generator().manual_seed(2)
+    case.ids[:9] = torch.randint(0, 1900, (9, 1, 6), generator=pick, dtype=torch.int32)
+    case.ids[:4, :, :2] = torch.tensor([blocks - 1, 4200], dtype=torch.int32)
+    with emulation.policy("eager+race"):
+        oracle.check_attention(*attend(case, formulation), *expected(case))
+
+
+@each_formulation
+def test_many_requests(emulation, formulation):
+    """More than a round of the search for a request looks at."""
+    q_lens = [(i * 5) % 4 for i in range(70)]
+    kv_lens = [q + (i * 131) % 290 for i, q in enumerate(q_lens)]
+    case = cases.make(q_lens, kv_lens, heads=(16, 1), dtype=BF16, topk=3, pad_rows=9)
+    oracle.check_attention(*attend(case, formulation), *expected(case))
+
+
+@each_formulation
+def test_rows_of_no_ids(emulation, formulation):
+    case = cases.make([5, 3], [300, 9], heads=(16, 1), dtype=BF16)
+    out, lse = attend(case, formulation, ids=case.ids[..., :0])
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_wrong_numbers_stay_inside(emulation):
+    """Lengths, pages and ids are data: whatever they hold, only the tensors given are touched. For union tiles, the
+    offsets too."""
+    wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
+    for seed in range(8):
+        q, kv = DTYPES[seed % 6]
+        case = cases.make(
+            [10, 10], [300, 700], heads=(16, 1), page=(64, 128)[seed % 2], dtype=q, kv_dtype=kv, topk=(8, 20)[seed % 2],
+            seed=seed,
+        )  # fmt: skip
+        pick = torch.Generator().manual_seed(seed)
+        options = {"causal": seed < 6, "with_lse": bool(seed & 1)}
+
+        def spoil(tensor):
+            at = torch.rand(tensor.shape, generator=pick) < 0.4
+            tensor[at] = wild[torch.randint(0, len(wild), tensor.shape, generator=pick)][at]
+
+        for tensor in (case.seqused_k, case.block_table, case.ids):
+            spoil(tensor)
+        attend(case, "kv_stationary", **options)
+        by_sequence(case)
+        spoil(case.cu_seqlens_q)
+        attend(case, "union", **options)
+
+
+def unreachable(text):
+    """What the compiler adds: a jump for a warp that there is not, the division of numbers beyond 32 bits."""
+    return text.startswith(("bra", "div.s64"))
+
+
+@pytest.mark.parametrize(
+    "kernel, programs", [("union", 2), ("invert", 3), ("prefill", 12), ("prefill_combine", 8), ("prefill_union", 4)]
+)
+def test_every_block_was_executed(emulation, kernel, programs):
+    """The last test of this file."""
+    facts = emulation.driver.manifests
+    assert len([e for e in emulation.driver.programs if facts[e]["kernel"] == kernel]) == programs
+    missing = {
+        entry: [x for x in found if not unreachable(x[1])] for entry, found in emulation.unexecuted(kernel).items()
+    }
+    assert {entry: found for entry, found in missing.items() if found} == {}
