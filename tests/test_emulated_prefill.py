@@ -16,6 +16,7 @@ BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), (FP16, E5M2)]
 POLICIES = ["late", "late:tma", "late:wgmma", "random1+race", "random2+race"]
 FORMULATIONS = ["union", "kv_stationary"]
+RACED = DTYPES[0], DTYPES[2]  # the other programs differ in conversions alone; race checks take most of the time
 BY_SEQUENCE = 4  # of launch/prefill.h: chosen for each request, whatever the shape
 
 each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
@@ -66,6 +67,10 @@ def expected(case, causal=True, scale=None, ids=None):
     return oracle.sparse_attention(*args, **options, causal=causal, softmax_scale=scale)
 
 
+def watched(dtypes):
+    return "eager+race" if dtypes in RACED else "late"
+
+
 def same_bits(got, want, what):
     for a, b in zip(got, want):
         if a is not None and b is not None:
@@ -99,7 +104,7 @@ def test_against_float64(emulation, name, dtypes):
     ids = [case.ids, cases.head_major(case.ids), cases.unaligned(case.ids)][len(name) % 3]
     want = expected(case, causal)
     for formulation in FORMULATIONS[0 if heads[0] == 16 * heads[1] else 1 :]:
-        with emulation.policy("eager+race"):
+        with emulation.policy(watched(dtypes)):
             oracle.check_attention(*attend(case, formulation, causal, ids=ids), *want)
 
 
@@ -120,15 +125,13 @@ def test_gaps_of_union_tiles(emulation, dtypes, first, second):
     """Blocks that half of a tile has not chosen: as many as there are stages, more, and all of them."""
     q, kv = dtypes
     case = spread(cases.make([19], [1560], heads=(16, 1), dtype=q, kv_dtype=kv), list(first), list(second))
-    for policy in ("eager+race", "random2+race"):
+    for policy in ("eager+race", "random2+race") if dtypes in RACED else ("random2",):
         with emulation.policy(policy):
             oracle.check_attention(*attend(case, "union"), *expected(case))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:]
-)
+@pytest.mark.parametrize("dtypes", RACED, ids=lambda d: str(d[1])[6:])
 @each_formulation
 def test_completion_and_schedule_change_no_bit(emulation, policy, dtypes, formulation):
     q, kv = dtypes
@@ -149,7 +152,7 @@ def test_chunks_change_no_bit(emulation, dtypes, group):
     )
     want = attend(case, "kv_stationary")
     oracle.check_attention(*want, *expected(case))
-    with emulation.policy("random1+race" if kv == E4M3 else "eager+race"):
+    with emulation.policy("random1+race" if dtypes in RACED else "late"):
         same_bits(in_chunks(emulation, case), want, "chunks of a head")
     same_bits(in_chunks(emulation, case, heads=2, with_lse=False), want, "without a LSE")
 
@@ -159,11 +162,10 @@ def test_chunks_change_no_bit(emulation, dtypes, group):
 def test_several_tiles_a_cta(emulation, dtypes, group):
     """More tiles than multiprocessors: a CTA goes from tile to tile, within a block and to the next one."""
     q, kv = dtypes
-    case = cases.make([16], [2100], heads=(16 * group, 16), dtype=q, kv_dtype=kv, topk=8, style="clean", seed=9)
-    want = attend(case, "kv_stationary")
-    oracle.check_attention(*want, *expected(case))
-    with emulation.policy("random2+race" if kv == E4M3 else "eager+race"):
-        same_bits(attend(case, "kv_stationary"), want, "schedule")
+    case = cases.make([16], [2100], heads=(16 * group, 16), dtype=q, kv_dtype=kv, topk=6, style="clean", seed=9)
+    oracle.check_attention(*attend(case, "kv_stationary", scale=-0.1), *expected(case, scale=-0.1))
+    with emulation.policy("random2+race" if dtypes in RACED else "late"):
+        oracle.check_attention(*attend(case, "kv_stationary"), *expected(case))
 
 
 @pytest.mark.parametrize(
@@ -172,11 +174,10 @@ def test_several_tiles_a_cta(emulation, dtypes, group):
 def test_several_union_tiles_a_cta(emulation, dtypes):
     q, kv = dtypes
     case = cases.make([60, 9], [330, 9], heads=(256, 16), dtype=q, kv_dtype=kv, topk=2, seed=9)
-    want = attend(case, "union")
+    with emulation.policy("random2+race" if dtypes in RACED else "late"):
+        got = attend(case, "union")
     assert emulation.driver.results[-1].ctas == 132 < 11 * 16
-    oracle.check_attention(*want, *expected(case))
-    with emulation.policy("random2+race"):
-        same_bits(attend(case, "union"), want, "schedule")
+    oracle.check_attention(*got, *expected(case))
 
 
 @pytest.mark.parametrize("kv", [BF16, E4M3], ids=lambda d: str(d)[6:])
@@ -196,7 +197,7 @@ def test_requests_of_another_formulation_are_left_alone(emulation, dtypes):
         case = cases.make([9, 5, 6], [300, 400, 200], heads=heads, dtype=q, kv_dtype=kv, topk=4, pad_rows=2)
         want = attend(case, "kv_stationary")
         for chunk_heads in (1, heads[1]):
-            with emulation.policy("eager+race"):
+            with emulation.policy(watched(dtypes)):
                 chosen = torch.tensor([1, 0, 1], dtype=torch.int32)
                 out, lse = in_chunks(emulation, case, 8, chunk_heads, chosen)
             assert out[9:14].isnan().all() and lse[9:14].isnan().all()
@@ -284,7 +285,7 @@ def test_page_numbers_outside_the_cache_contribute_nothing(emulation, page, dtyp
         wrong = [-1, case.k_cache.shape[0], 1 << 30, -(2**31), -5][: len(bad)]
         case.block_table[0, bad] = torch.tensor(wrong, dtype=torch.int32)
         for formulation in FORMULATIONS[0 if heads[0] == 16 else 1 :]:
-            with emulation.policy("eager+race"):
+            with emulation.policy(watched(dtypes)):
                 oracle.check_attention(*attend(case, formulation), *expected(case))
 
 
@@ -345,8 +346,9 @@ def test_wrong_numbers_stay_inside(emulation):
 
 
 def unreachable(text):
-    """What the compiler adds: a jump for a warp that there is not, the division of numbers beyond 32 bits."""
-    return text.startswith(("bra", "div.s64"))
+    """A jump for a warp that there is not, the division of numbers beyond 32 bits (both the compiler's), and what only
+    stands there to keep the compiler from moving a wait (sm90/prefill.py)."""
+    return text.startswith(("bra", "div.s64", "nanosleep"))
 
 
 @pytest.mark.parametrize(
