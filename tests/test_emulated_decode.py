@@ -84,6 +84,26 @@ def test_through_the_public_function(emulation):
 
 
 @pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:]
+)
+def test_logits_that_grow(emulation, dtypes, splits):
+    """Later keys outweigh all that came before: the sums so far are rescaled."""
+    q, kv = dtypes
+    case = cases.make([1], [2049], heads=(16, 1), dtype=q, kv_dtype=kv, style="clean", seed=4)
+    case.ids[0, 0] = torch.arange(16, dtype=torch.int32)
+    case.q.mul_(8)
+    check(case, splits)
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_caches_that_no_tensor_map_holds(emulation, splits):
+    case = cases.make([1, 2], [700, 130], heads=(16, 1), dtype=BF16, style="clean", poison="zero", seed=6)
+    case.k_cache = case.k_cache[:1].expand(case.k_cache.shape)
+    check(case, splits)
+
+
+@pytest.mark.parametrize("splits", SPLITS)
 def test_wrong_numbers_stay_inside(emulation, splits):
     """Lengths, offsets, pages and ids are data: whatever they hold, only the tensors given are touched."""
     wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
