@@ -20,8 +20,7 @@ build:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/build.py all
 
-# compute-sanitizer's four tools over the kernels of decode step, dense attention and merge, on a GPU; their reports go to
-# build/sanitizer.log.
+# compute-sanitizer's four tools over every SM90 program, on a GPU; their reports go to build/sanitizer.log.
 sanitize:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tests/gpu/sanitizer_sweep.py --variant "$$(.venv/bin/python tools/build.py cuda)" --log build/sanitizer.log
