@@ -369,32 +369,44 @@ class Dense(DenseTiles, FlashAttentionForwardSm100):
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         negate = Int32(scale < Float32(0.0))
         scale_log2 = ptx.maximum(ptx.absolute(scale) * LOG2_E, Float32(SMALLEST))
-        exists = tile.block_min < tile.block_max
         cute.arch.sync_threads()
 
-        if (warp == 13) | (warp == 15) | ((warp >= 4 * self.stages) & (warp < 8)):
-            cute.arch.setmaxregister_decrease(self.num_regs_other)
-        if warp == self.load_warp_ids[0]:
-            cute.arch.setmaxregister_decrease(self.num_regs_other)
-            if exists:
-                self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, negate)
-        token = Int64(tile.first_row + tile.first_token)
-        out_at = out + Int64(split) * out_split + token * out_token + Int64(head * group) * out_head
-        lse_at = lse + Int64(split) * lse_split + token * lse_token + Int64(head * group) * lse_head
-        lse_at = ptx.select(lse != 0, lse_at, Int64(0))
-        strides = (out_token, out_head, lse_token, lse_head)
-        rows = ptx.maximum_i32(tile.tokens, Int32(0)) * group
-        scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
-        output = Sums(out_at, lse_at, *strides, group, rows, splits, scale_v, base + self.sums_at, scale_log2)
+        # Branches inside of branches: a value that a later one needs does not live through the softmax.
+        operands = self.operands(start, tiled_qk, tiled_pv)
         paging = (page_row, page_width, pages, page_shift)
-        places = (start, tiled_qk, tiled_pv)
-        self.work(tile, output, thread, warp, places, pipelines, paging, tile_tokens, causal, scale_log2, exists)
+        if warp < 4 * self.stages:
+            cute.arch.setmaxregister_increase(self.num_regs_softmax)
+            self.soften(tile, thread, warp >> 2, operands, pipelines, paging, group, tile_tokens, causal, scale_log2)
+        else:
+            if (warp >= 8) & (warp < self.mma_warp_id):
+                cute.arch.setmaxregister_decrease(self.num_regs_correction)
+                addresses = (out, out_split, out_token, out_head), (lse, lse_split, lse_token, lse_head)
+                scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
+                output = self.output_of(tile, addresses, group, split, splits, scale_v, base + self.sums_at, scale_log2)
+                self.correct(tile, output, operands, pipelines)
+                if tile.block_min >= tile.block_max:
+                    self.fill_empty(output, thread & 127)
+            else:
+                cute.arch.setmaxregister_decrease(self.num_regs_other)
+                if warp == self.mma_warp_id:
+                    self.multiply(tile, tiled_qk, tiled_pv, operands, pipelines)
+                if (warp == self.load_warp_ids[0]) & (tile.block_min < tile.block_max):
+                    self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, negate)
 
         cute.arch.sync_threads()
         if warp == self.mma_warp_id:
             blackwell.free(Int32(0), blackwell.COLUMNS)
 
-    def tensors(self, start, tiled_qk, tiled_pv):
+    def output_of(self, tile, addresses, group, split, splits, scale_v, sums, scale_log2):
+        (out, out_split, *out_strides), (lse, lse_split, *lse_strides) = addresses
+        token, head = Int64(tile.first_row + tile.first_token), Int64(tile.head * group)
+        out_at = out + Int64(split) * out_split + token * out_strides[0] + head * out_strides[1]
+        lse_at = lse + Int64(split) * lse_split + token * lse_strides[0] + head * lse_strides[1]
+        lse_at = ptx.select(lse != 0, lse_at, Int64(0))
+        rows = ptx.maximum_i32(tile.tokens, Int32(0)) * group
+        return Sums(out_at, lse_at, *out_strides, *lse_strides, group, rows, splits, scale_v, sums, scale_log2)
+
+    def operands(self, start, tiled_qk, tiled_pv):
         """Operands and accumulators in the forms that the loops take."""
         dtype = self.q_dtype
         make_a, make_b = cutlass_sm100.make_smem_layout_a, cutlass_sm100.make_smem_layout_b
@@ -420,113 +432,111 @@ class Dense(DenseTiles, FlashAttentionForwardSm100):
         sums = cute.make_tensor(sums, cute.make_layout(2 * self.stages * ROWS))
         return (thr_qk, thr_pv), (s_q, s_k, s_v), (s_acc, o_acc, p), sums
 
+    # ---- the roles that work on tensor memory
+
     @cute.jit
-    def work(
+    def multiply(self, tile: Tile, tiled_qk, tiled_pv, operands: tuple, pipelines: list):
+        _, (s_q, s_k, s_v), (s_acc, o_acc, p), _ = operands
+        pipe_q, pipe_ring, pipe_s, pipe_p, pipe_o, _ = pipelines
+        self.mma(
+            tiled_qk,
+            tiled_pv,
+            s_q,
+            s_k,
+            s_v,
+            s_acc,
+            o_acc,
+            p,
+            pipe_q,
+            pipe_ring,
+            pipe_s,
+            pipe_p,
+            pipe_o,
+            True,
+            Blocks(tile, Int32(0)),
+            Int32(1),
+            lambda batch: Lengths(None),
+            None,
+            tile_scheduler=OneTile(tile.block_min < tile.block_max),
+        )
+
+    @cute.jit
+    def soften(
         self,
         tile: Tile,
-        output,
         thread: Int32,
-        warp: Int32,
-        places: tuple,
+        stage: Int32,
+        operands: tuple,
         pipelines: list,
         paging: tuple,
+        group: Int32,
         tile_tokens: Int32,
         causal: Int32,
         scale_log2: Float32,
-        exists,
     ):
-        """The roles that work on tensor memory."""
-        start, tiled_qk, tiled_pv = places
-        (thr_qk, thr_pv), (s_q, s_k, s_v), (s_acc, o_acc, p), sums = self.tensors(start, tiled_qk, tiled_pv)
-        pipe_q, pipe_ring, pipe_s, pipe_p, pipe_o, pipe_sums = pipelines
-        ready = fa_pipeline.NamedBarrier(barrier_id=int(NamedBarrierFwdSm100.SoftmaxStatsW0), num_threads=64)
-        lane = thread & 31
-        page_row, page_width, pages, page_shift = paging
-        lengths = Lengths(output)
-        scheduler = OneTile(exists)
+        (thr_qk, _), _, (s_acc, _, _), sums = operands
+        _, _, pipe_s, pipe_p, _, pipe_sums = pipelines
+        bad_pages = self.any_bad_page(tile, thread & 31, *paging)
+        unmasked_end = ptx.maximum_i32(tile.block_min, tile.end_of(tile.first_token, causal) // KEYS)
+        blocks = Blocks(tile, ptx.select(bad_pages != 0, tile.block_min, unmasked_end))
+        token = tile.first_token + stage * (tile_tokens // self.stages) + (thread & 127) // group
+        mask = RowMask(tile.end_of(token, causal), bad_pages, *paging)
+        self.softmax_loop(
+            stage=stage,
+            tStS=s_acc,
+            softmax_scale_log2=scale_log2,
+            softmax_scale=None,
+            descale_tensors=None,
+            thr_mma_qk=thr_qk,
+            sScale=sums,
+            mLSE=sums,  # wanted: the maxima go to shared memory too
+            pipeline_s_p_o=pipe_s,
+            pipeline_p_lastsplit=pipe_p,
+            pipeline_sm_stats=pipe_sums,
+            sm_stats_barrier=self.ready(),
+            pipeline_s0_s1_sequence=None,
+            learnable_sink=None,
+            block_info=blocks,
+            num_splits=Int32(1),
+            SeqlenInfoCls=lambda batch: Lengths(None),
+            AttentionMaskCls=lambda seqlen: mask,
+            tile_scheduler=OneTile(tile.block_min < tile.block_max),
+        )
 
-        if warp == self.mma_warp_id:
-            cute.arch.setmaxregister_decrease(self.num_regs_other)
-            blocks = Blocks(tile, Int32(0))
-            self.mma(
-                tiled_qk,
-                tiled_pv,
-                s_q,
-                s_k,
-                s_v,
-                s_acc,
-                o_acc,
-                p,
-                pipe_q,
-                pipe_ring,
-                pipe_s,
-                pipe_p,
-                pipe_o,
-                True,
-                blocks,
-                Int32(1),
-                lambda batch: lengths,
-                None,
-                tile_scheduler=scheduler,
-            )
-        if warp < 4 * self.stages:
-            cute.arch.setmaxregister_increase(self.num_regs_softmax)
-            stage = warp >> 2
-            bad_pages = self.any_bad_page(tile, lane, page_row, page_width, pages, page_shift)
-            unmasked_end = ptx.maximum_i32(tile.block_min, tile.end_of(tile.first_token, causal) // KEYS)
-            blocks = Blocks(tile, ptx.select(bad_pages != 0, tile.block_min, unmasked_end))
-            token = tile.first_token + stage * (tile_tokens // self.stages) + (thread & 127) // output.group
-            mask = RowMask(tile.end_of(token, causal), bad_pages, page_row, page_width, pages, page_shift)
-            self.softmax_loop(
-                stage=stage,
-                tStS=s_acc,
-                softmax_scale_log2=scale_log2,
-                softmax_scale=None,
-                descale_tensors=None,
-                thr_mma_qk=thr_qk,
-                sScale=sums,
-                mLSE=sums,  # wanted: the maxima go to shared memory too
-                pipeline_s_p_o=pipe_s,
-                pipeline_p_lastsplit=pipe_p,
-                pipeline_sm_stats=pipe_sums,
-                sm_stats_barrier=ready,
-                pipeline_s0_s1_sequence=None,
-                learnable_sink=None,
-                block_info=blocks,
-                num_splits=Int32(1),
-                SeqlenInfoCls=lambda batch: lengths,
-                AttentionMaskCls=lambda seqlen: mask,
-                tile_scheduler=scheduler,
-            )
-        if (warp >= 8) & (warp < self.mma_warp_id):
-            cute.arch.setmaxregister_decrease(self.num_regs_correction)
-            self.correction_loop(
-                thr_qk,
-                thr_pv,
-                s_acc,
-                o_acc,
-                sums,
-                None,
-                None,
-                lengths,
-                pipe_s,
-                pipe_o,
-                pipe_sums,
-                ready,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                scale_log2,
-                Blocks(tile, Int32(0)),
-                Int32(1),
-                lambda batch: lengths,
-                tile_scheduler=scheduler,
-            )
-            if tile.block_min >= tile.block_max:
-                self.fill_empty(output, thread & 127)
+    @cute.jit
+    def correct(self, tile: Tile, output, operands: tuple, pipelines: list):
+        (thr_qk, thr_pv), _, (s_acc, o_acc, _), sums = operands
+        _, _, pipe_s, _, pipe_o, pipe_sums = pipelines
+        lengths = Lengths(output)
+        self.correction_loop(
+            thr_qk,
+            thr_pv,
+            s_acc,
+            o_acc,
+            sums,
+            None,
+            None,
+            lengths,
+            pipe_s,
+            pipe_o,
+            pipe_sums,
+            self.ready(),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            output.scale_log2,
+            Blocks(tile, Int32(0)),
+            Int32(1),
+            lambda batch: lengths,
+            tile_scheduler=OneTile(tile.block_min < tile.block_max),
+        )
+
+    def ready(self):
+        """Maxima of a warp's rows, for the correction warp of the same rows."""
+        return fa_pipeline.NamedBarrier(barrier_id=int(NamedBarrierFwdSm100.SoftmaxStatsW0), num_threads=64)
 
     def process_work_tile(self, *unused):
         return True  # OneTile has none without blocks
