@@ -73,6 +73,10 @@ class RecordingDriver:
         """Of the pretended device, 10 * major + minor; the extension asks at each launch that works in host memory."""
         self.library.recording_set_capability(value)
 
+    def set_multiprocessors(self, count: int) -> None:
+        """Of the pretended device; 0: as many as an H200 or a B200 has, by the capability."""
+        self.library.recording_set_multiprocessors(count)
+
     @property
     def load_count(self) -> int:
         return self.library.recording_load_count()

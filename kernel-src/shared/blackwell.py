@@ -69,7 +69,9 @@ def load_fragments(address, columns):
 def store_row(address, words):
     """Asynchronous: wait_stores before it is used."""
     n = len(words)
-    asm(f"tcgen05.st.sync.aligned.32x32b.x{n}.b32 [$0], {_registers(1, n)};", "", "r" * (n + 1), [address] + list(words))
+    asm(
+        f"tcgen05.st.sync.aligned.32x32b.x{n}.b32 [$0], {_registers(1, n)};", "", "r" * (n + 1), [address] + list(words)
+    )
 
 
 def wait_stores():
@@ -101,9 +103,9 @@ def mn_major_step(step):
     return step * 2048 >> 4
 
 
-def multiply(d, a, b, kind, a_steps, b_steps):
+def multiply(d, a, b, kind, a_steps, b_steps, elements="f16"):
     """The tensor memory at `d` = A B. A is a descriptor (Int64) or an address in tensor memory (Int32), B a descriptor;
-    a_steps and b_steps say what each k step adds to them; `kind` is of `instruction`."""
+    a_steps and b_steps say what each k step adds to them; `kind` is of `instruction`, of 16-bit `elements` or "f8f6f4"."""
     in_tensor_memory = isinstance(a, Int32)
     width, letter = ("b32", "r") if in_tensor_memory else ("b64", "l")
     operand = "[a]" if in_tensor_memory else "a"
@@ -112,7 +114,7 @@ def multiply(d, a, b, kind, a_steps, b_steps):
         if number < 2:
             lines.append(f"setp.ne.s32 more, {number}, 0;")
         lines.append(f"add.s{width[1:]} a, $1, {a_step}; add.s64 b, $2, {b_step};")
-        lines.append(f"@e tcgen05.mma.cta_group::1.kind::f16 [$0], {operand}, b, i, more;")
+        lines.append(f"@e tcgen05.mma.cta_group::1.kind::{elements} [$0], {operand}, b, i, more;")
     asm(" ".join(lines) + " }", "", f"r{letter}l", [d, a, b])
 
 
