@@ -12,7 +12,7 @@ check = LaunchChecks(__file__)
 
 
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
-from sanitizer_sweep import LARGEST_CLUSTER, Sweep  # noqa: E402
+from sanitizer_sweep import Sweep, largest_cluster  # noqa: E402
 
 
 @check
@@ -29,7 +29,8 @@ def launches_every_program(driver):
 
 @check
 def leaves_out_large_clusters_only(driver):
-    limit = LARGEST_CLUSTER["synccheck"]
+    limit = largest_cluster("synccheck", "Version 2025.3.1.0 (build 36398880) (public-release)")
+    assert largest_cluster("synccheck", "Version 2026.4.0.0 (build 39022338) (public-release)") == 16
     Sweep(operators(), "cpu").run()
     kept = [launch.entry for launch in driver.launches if launch.cluster <= limit]
     assert 0 < len(kept) < len(driver.launches)
