@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from . import coverage
 from .driver import EmulatingDriver
 
 
@@ -77,21 +78,14 @@ class Emulation:
         finally:
             self.driver.policy = before
 
-    def unexecuted(self, kernel):
-        """Blocks of a kernel's launched programs that never ran: {entry: [(first PTX line, its text)]}.
-
-        Not counted: the jump back to an mbarrier wait, which is taken only if the wait gives up.
-        """
-        missing = {}
-        for entry, program in self.driver.programs.items():
-            if self.driver.manifests[entry]["kernel"] != kernel:
-                continue
-            hits = program.core.hits()
-            lines = [
-                (program.lines[b], program.blocks[b][0].text)
-                for b in range(len(hits))
-                if hits[b] == 0 and not program.retries_a_wait(b)
-            ]
-            if lines:
-                missing[entry] = lines
-        return missing
+    def check_coverage(self, kernel, positive=(), reasons=()):
+        """Every SM90 program of a kernel was launched, and every block of it ran that can (coverage.missing)."""
+        entries = [
+            e for e, facts in self.driver.manifests.items() if (facts["kernel"], facts["arch"]) == (kernel, "sm_90a")
+        ]
+        idle = set(entries) - self.driver.programs.keys()
+        assert entries and not idle, f"not launched: {sorted(idle)}"
+        found = {entry: coverage.missing(self.driver.programs[entry], positive, reasons) for entry in entries}
+        left = {entry: blocks for entry, (blocks, _) in found.items() if blocks}
+        assert not left, left
+        coverage.record(kernel, {e: (len(self.driver.programs[e].blocks), why) for e, (_, why) in found.items()})
