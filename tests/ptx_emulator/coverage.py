@@ -82,24 +82,29 @@ def missing(program, positive=(), reasons=()):
     return left, excused
 
 
-def record(kernel, programs):
-    """programs: {entry: (blocks, {reason: blocks out of reach})}"""
+def record(name, programs):
+    """name: kernel-arch. programs: {entry: (blocks, {reason: blocks out of reach})}."""
     RECORDS.mkdir(parents=True, exist_ok=True)
-    (RECORDS / f"{kernel}.json").write_text(json.dumps(programs, indent=1) + "\n")
+    (RECORDS / f"{name}.json").write_text(json.dumps(programs, indent=1) + "\n")
 
 
 def table():
+    """Of every kernel on sm_90a, and of those on other architectures that a test has looked at."""
     index = json.loads((BUILD / "kernels" / "index.json").read_text())
-    kernels = dict.fromkeys(facts["kernel"] for facts in index if facts["arch"] == "sm_90a")
+    names = dict.fromkeys(f"{facts['kernel']}-{facts['arch']}" for facts in index)
     rows = ["| kernel | programs | blocks | executed | out of reach |", "|---|---|---|---|---|"]
-    for kernel in kernels:
-        programs = json.loads((RECORDS / f"{kernel}.json").read_text())
+    for name in names:
+        path = RECORDS / f"{name}.json"
+        if not path.exists() and not name.endswith("-sm_90a"):
+            continue
+        programs = json.loads(path.read_text())
         blocks, reasons = sum(blocks for blocks, _ in programs.values()), {}
         for _, excused in programs.values():
             for reason, count in excused.items():
                 reasons[reason] = reasons.get(reason, 0) + count
-        rows.append(f"| {kernel} | {len(programs)} | {blocks} | {blocks - sum(reasons.values())} | "
-                    + ", ".join(f"{count} {reason}" for reason, count in reasons.items()) + " |")  # fmt: skip
+        executed = blocks - sum(reasons.values())
+        why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        rows.append(f"| {name} | {len(programs)} | {blocks} | {executed} | {why} |")
     return "\n".join(rows)
 
 

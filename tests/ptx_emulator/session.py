@@ -78,14 +78,23 @@ class Emulation:
         finally:
             self.driver.policy = before
 
-    def check_coverage(self, kernel, positive=(), reasons=()):
-        """Every SM90 program of a kernel was launched, and every block of it ran that can (coverage.missing)."""
-        entries = [
-            e for e, facts in self.driver.manifests.items() if (facts["kernel"], facts["arch"]) == (kernel, "sm_90a")
-        ]
+    def unexecuted(self, kernel):
+        """Blocks of a kernel's launched programs that never ran: {entry: [(first PTX line, its text)]}.
+
+        Not counted: the jump back to an mbarrier wait, which is taken only if the wait gives up.
+        """
+        entries = [e for e in self.driver.programs if self.driver.manifests[e]["kernel"] == kernel]
+        found = {entry: coverage.missing(self.driver.programs[entry])[0] for entry in entries}
+        return {entry: blocks for entry, blocks in found.items() if blocks}
+
+    def check_coverage(self, kernel, positive=(), reasons=(), arch="sm_90a"):
+        """Every program of a kernel was launched, and every block of it ran that can (coverage.missing)."""
+        facts = self.driver.manifests
+        entries = [e for e in facts if facts[e]["kernel"] == kernel and facts[e]["arch"] == arch]
         idle = set(entries) - self.driver.programs.keys()
         assert entries and not idle, f"not launched: {sorted(idle)}"
         found = {entry: coverage.missing(self.driver.programs[entry], positive, reasons) for entry in entries}
         left = {entry: blocks for entry, (blocks, _) in found.items() if blocks}
         assert not left, left
-        coverage.record(kernel, {e: (len(self.driver.programs[e].blocks), why) for e, (_, why) in found.items()})
+        programs = {e: (len(self.driver.programs[e].blocks), why) for e, (_, why) in found.items()}
+        coverage.record(f"{kernel}-{arch}", programs)
