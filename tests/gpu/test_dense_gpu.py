@@ -165,10 +165,8 @@ def test_layouts(layout):
     assert_close(run(args, lengths), exact(args, lengths), layout)
 
 
-def test_overlapping_pages():
-    """transformers' contiguous caches, as m3_sparse/_transformers_cache.py presents them."""
-    from m3_sparse._transformers_cache import page_states
-
+def test_contiguous_caches():
+    """As transformers has them, of a length that is no multiple of a block."""
     rand = generator(3)
     k, v = (torch.randn(3, 4, 1000, 128, device=DEVICE, generator=rand).bfloat16() for _ in range(2))
     q = torch.randn(3 * 20, 64, 128, device=DEVICE, generator=rand).bfloat16()
@@ -177,9 +175,17 @@ def test_overlapping_pages():
         "cu_seqlens_q": torch.arange(4, dtype=torch.int32, device=DEVICE) * 20,
         "seqused_k": (1000 - pad).int(),
     }
-    (k_pages, v_pages), table = page_states((k, v), pad)
-    args = (q, k_pages, v_pages, table)
-    assert_close(run(args, lengths), exact(args, lengths))
+    with m3_sparse.backend("aot"):
+        found = m3_sparse.dense_attention(q, k, v, None, **lengths, leftpad_k=pad, return_lse=True)
+    # The same tokens in pages.
+    pages = torch.zeros(2, 3, 8, 4, 128, 128, device=DEVICE, dtype=BF16)
+    for x, new in zip((k, v), pages):
+        for b, skip in enumerate(pad.tolist()):
+            row = torch.nn.functional.pad(x[b, :, skip:], (0, 0, 0, 24 + skip))
+            new[b] = row.unflatten(1, (8, 128)).transpose(0, 1)
+    table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)
+    args = (q, *(x.flatten(0, 1) for x in pages), table)
+    assert_close(found, exact(args, lengths))
 
 
 def on_gpu(x):

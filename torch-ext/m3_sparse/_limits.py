@@ -40,7 +40,8 @@ def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
     return None
 
 
-def block_scores(index_q, block_table) -> Optional[str]:
+def block_scores(index_q, batch) -> Optional[str]:
+    """`batch`: any of the arguments with a row a request."""
     heads = index_q.shape[1]
     if heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0:
         return None
@@ -49,16 +50,16 @@ def block_scores(index_q, block_table) -> Optional[str]:
             f"block scoring on aot takes float8 queries with a power of two of heads up to {MOST_PREFILL_HEADS}, "
             f"got {heads} heads"
         )
-    if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * block_table.shape[0]:
-        rows = f"{index_q.shape[0]} for {block_table.shape[0]} requests"
+    if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * batch.shape[0]:
+        rows = f"{index_q.shape[0]} for {batch.shape[0]} requests"
         return f"block scoring on aot takes at most {MOST_ROWS_OF_A_REQUEST} rows a request on average, got {rows}"
     return None
 
 
-def select_blocks(index_q, block_table, topk=16) -> Optional[str]:
+def select_blocks(index_q, batch, topk=16) -> Optional[str]:
     if topk > MOST_IDS:
         return f"select_blocks on aot takes a topk of at most {MOST_IDS}, got {topk}"
-    return block_scores(index_q, block_table)
+    return block_scores(index_q, batch)
 
 
 def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
@@ -121,7 +122,7 @@ def outside_aot(op: str, arguments: dict) -> Optional[str]:
     rule, needed, optional = _NEEDED[op]
     if any(name not in arguments for name in needed):
         return None
-    return rule(**{name: arguments[name] for name in (*needed, *optional) if name in arguments})
+    return rule(*[arguments[n] for n in needed], **{n: arguments[n] for n in optional if n in arguments})
 
 
 def int32(x: torch.Tensor) -> torch.Tensor:
