@@ -1,7 +1,8 @@
 """What a kernel should take, from its machine code and the rates of a card's units; checked against an H200's measurements.
 
     python benchmarks/cycle_model.py            the check: predictions beside benchmarks/results/h200.json
-    python benchmarks/cycle_model.py --b200     and predictions for a B200, printed only if the check holds
+    python benchmarks/cycle_model.py --b200 [--write docs/sm100.md]
+                                                and predictions for a B200, printed only if the check holds
     python benchmarks/cycle_model.py --count    renew benchmarks/cycle_counts.json from build/kernels (needs nvdisasm)
 
 A problem is work for four resources: the tensor cores, the schedulers (of a 128 x 128 tile, as many cycles as the busiest of issue,
@@ -22,6 +23,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 COUNTS, RESULTS = HERE / "cycle_counts.json", HERE / "results" / "h200.json"
 OVERLAP, TOLERANCE = 3.0, 0.20
+BEGIN, END = "<!-- predictions: begin -->", "<!-- predictions: end -->"
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,27 @@ def count(kernels, program_of_nvdisasm):
             if sum(n for op, n in counts.items() if op in needed) >= 40:
                 found.append(counts)
         result[kernel] = dict(sorted(min(found, key=lambda c: sum(c.values())).items()))
+        if kernel.startswith("kv_stationary"):
+            # The rows of the chunk before are combined beside the tiles.
+            loops = [
+                Counter(i.opcode for b in loop for i in code.instructions[first[b] : ends[b]]) for loop in code.loops()
+            ]
+            combining = [c for c in loops if c["LDGSTS"] >= 16 and c["FFMA"] + 2 * c["FFMA2"] >= 200]
+            result[f"combination of {kernel}"] = dict(sorted(min(combining, key=lambda c: sum(c.values())).items()))
     return result
 
 
 def cycles(kernel, counts):
-    """Of a scheduler for a 128 x 128 tile, by pipe."""
-    loop, warps = counts[kernel], LOOPS[kernel][1]
-    used = {pipe: cost * sum(loop.get(op, 0) for op in ops) * warps for pipe, (cost, ops) in PIPES.items()}
+    """Of a scheduler for a 128 x 128 tile, by pipe. The KV-stationary kernels' four warps that combine take a row of 16 partial
+    outputs for two tiles, each a quarter of its columns."""
+    loops = [(LOOPS[kernel][1], counts[kernel])]
+    if f"combination of {kernel}" in counts:
+        loops.append((0.5, counts[f"combination of {kernel}"]))
+    used = {"issue": sum(times * sum(loop.values()) for times, loop in loops)}
+    for pipe, (cost, ops) in PIPES.items():
+        used[pipe] = sum(times * cost * sum(loop.get(op, 0) for op in ops) for times, loop in loops)
     used["FMA"] += used.pop("FMA pairs")
-    return {"issue": sum(loop.values()) * warps, **used}
+    return {pipe: round(n) for pipe, n in used.items()}
 
 
 def combined(times):
@@ -246,9 +260,18 @@ def b200_problems(counts):
     return [problem for problem in problems if problem[1] in counts]
 
 
+def b200_table(counts):
+    """Markdown; only for a model that holds on the H200."""
+    rows = [
+        f"| {name} | {predict(B200, kernel, counts, **args):,.1f} |" for name, kernel, args in b200_problems(counts)
+    ]
+    return "\n".join(["| problem | predicted us |", "|---|---|", *rows])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--b200", action="store_true", help="print predictions for a B200 if the check holds")
+    parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put them between the markers there, too")
     parser.add_argument("--count", action="store_true", help="renew the counts of instructions")
     parser.add_argument("--kernels", type=Path, default=HERE.parent / "build" / "kernels")
     options = parser.parse_args()
@@ -262,7 +285,7 @@ def main():
         COUNTS.write_text(json.dumps(count(options.kernels, program), indent=1) + "\n")
     counts = json.loads(COUNTS.read_text())
     print("cycles of a scheduler for a 128 x 128 tile; matrix products at 4,096 (SM90) or 8,192 (SM100) FLOP a cycle")
-    for kernel in counts:
+    for kernel in [kernel for kernel in LOOPS if kernel in counts]:
         used = ", ".join(f"{pipe} {n}" for pipe, n in cycles(kernel, counts).items())
         rate = (8192 if "sm_100" in kernel else 4096) * (2 if "fp8" in kernel and "select" in kernel else 1)
         print(f"  {kernel:26} matrix {(1 if 'select' in kernel else 2) * 2 * 128**3 // rate}, {used}")
@@ -275,9 +298,11 @@ def main():
     if options.b200:
         if outside:
             sys.exit("the model does not hold on the H200: no prediction")
-        print("\nB200, us, predicted; none of it has run")
-        for name, kernel, args in b200_problems(counts):
-            print(f"  {name:50} {predict(B200, kernel, counts, **args):10.1f}")
+        print("\nB200; none of it has run\n\n" + b200_table(counts))
+        if options.write:
+            before, begin, rest = options.write.read_text().partition(BEGIN)
+            _, end, after = rest.partition(END)
+            options.write.write_text(f"{before}{begin}\n{b200_table(counts)}\n{end}{after}")
 
 
 if __name__ == "__main__":
