@@ -39,8 +39,9 @@ static CUresult CtxPushCurrent(void *context) { context_device = (int)(intptr_t)
 static CUresult CtxPopCurrent(void **context) { context_device = -1; return 0; }
 static CUresult DevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(intptr_t)(device + 1); return 0; }
 static CUresult DeviceGetAttribute(int *value, int attribute, int device) {
-  /* 75 and 76: compute capability, major and minor; 16: multiprocessors */
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 0;
+  /* 75 and 76: compute capability, major and minor; 16: multiprocessors, of an H200 or a B200 */
+  const int multiprocessors = capability < 100 ? 132 : 148;
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? multiprocessors : 0;
   return 0;
 }
 static CUresult LibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {

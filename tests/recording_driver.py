@@ -70,7 +70,7 @@ class RecordingDriver:
         self.library.recording_set_callback(self._callback)
 
     def set_capability(self, value: int) -> None:
-        """Of the pretended device; the extension reads it once a process."""
+        """Of the pretended device, 10 * major + minor; the extension asks at each launch that works in host memory."""
         self.library.recording_set_capability(value)
 
     @property
