@@ -357,8 +357,8 @@ def unreachable(text):
 def test_every_block_was_executed(emulation, kernel, programs):
     """The last test of this file."""
     facts = emulation.driver.manifests
-    assert len([e for e in emulation.driver.programs if facts[e]["kernel"] == kernel]) == programs
-    missing = {
-        entry: [x for x in found if not unreachable(x[1])] for entry, found in emulation.unexecuted(kernel).items()
-    }
+    here = [e for e in emulation.driver.programs if facts[e]["kernel"] == kernel and facts[e]["arch"] == "sm_90a"]
+    assert len(here) == programs
+    found = emulation.unexecuted(kernel)
+    missing = {entry: [x for x in found[entry] if not unreachable(x[1])] for entry in here if entry in found}
     assert {entry: found for entry, found in missing.items() if found} == {}

@@ -137,15 +137,15 @@ def a_forced_formulation_that_cannot_run_says_why(driver):
 
 
 @check
-def other_architectures_decode(driver):
-    driver.set_capability(100)
-    assert plan(problem()) == DECODE
-    operators().aot_sparse_attention(*problem())
-    assert driver.launches.pop().entry == "m3s_decode_bf16_s1_sm100a_0"
-    for formulation in (UNION, KV_STATIONARY, BY_SEQUENCE):
-        assert "compute capability 9.0 only" in error_of(plan, problem(), formulation)
-    assert plan(problem(), DECODE) == DECODE
-    assert not driver.launches
+def other_architectures_have_no_union_tiles(driver):
+    for capability in (100, 103):
+        driver.set_capability(capability)
+        assert plan(problem()) == KV_STATIONARY and plan(problem(tokens=16)) == DECODE
+        operators().aot_sparse_attention(*problem())
+        assert driver.launches[-2].entry == f"m3s_prefill_bf16_bf16_r16_sm{capability}a_0"
+        for formulation in (UNION, BY_SEQUENCE):
+            assert "compute capability 9.0 only" in error_of(plan, problem(), formulation)
+        assert plan(problem(), DECODE) == DECODE
 
 
 @needs_variant

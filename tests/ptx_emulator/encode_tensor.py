@@ -97,24 +97,27 @@ def tcgen05(p, m, args):
 
 
 def tensor_memory(p, m, args, what):
-    """tcgen05.ld, ld.red and st of shape 32x32b."""
+    """tcgen05.ld, ld.red and st of shape 32x32b; ld of shape 16x256b."""
     kind = m.type()
     reduced = m.has("red")
     count = int(next(r for r in m.rest if re.fullmatch(r"x\d+", r))[1:])
-    m.take(f"x{count}"), m.take("32x32b")
+    m.take(f"x{count}")
+    shape = m.take("32x32b", "16x256b")
     flags = m.flags({"max": 1, "abs": 2, "NaN": 4}) if reduced else 0
     if reduced:
         m.take("min")
     m.done()
-    if kind not in ("b32", "f32"):
-        raise Unsupported("type")
+    if kind not in ("b32", "f32") or shape is None or (shape == "16x256b" and (reduced or what == "st")):
+        raise Unsupported("type or shape")
+    if shape == "16x256b":
+        count *= 4
     where, names = (args[-1], args[0]) if what == "ld" else (args[0], args[1])
     rows = [p.destination(x, 32) if what == "ld" else p.source(x, 32) for x in parts(names)]
     if len(rows) != count:
         raise Unsupported("number of registers")
     if reduced:
         return p.emit("tcgen05.ld.red", p.address(where) + [p.destination(args[1], 32)] + rows, count | flags << 16)
-    p.emit(f"tcgen05.{what}", p.address(where) + rows, count)
+    p.emit(f"tcgen05.{what}" if shape == "32x32b" else "tcgen05.ld.16x256b", p.address(where) + rows, count)
 
 
 def tcgen05_mma(p, m, args):

@@ -39,14 +39,17 @@ class Emulation:
         self.driver.set_capability(int(architecture[len("sm_") :]))
 
     @contextlib.contextmanager
-    def device(self, architecture):
-        """Pass for another device: the launcher picks its images, the package its rows of the capability table."""
+    def device(self, architecture, multiprocessors=0):
+        """Pass for another device: the launcher picks its images, the package its rows of the capability table. With few
+        multiprocessors a small problem has many tiles for each."""
         before = self.architecture
         self.become(architecture)
+        self.driver.set_multiprocessors(multiprocessors)
         try:
             yield self
         finally:
             self.become(before)
+            self.driver.set_multiprocessors(0)
 
     def install(self, package):
         """Make the package's `aot` operators run here."""

@@ -67,14 +67,14 @@ constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 // Pages [P, Hkv, page, 128] in boxes of 64 columns and all tokens of a page.
 TensorMap map_of_cache(const Tensor& cache) {
   const I64 page = cache.size(2), token = cache.stride(2) * 2, head = cache.stride(1) * 2, next = cache.stride(0) * 2;
-  return launch::tensor_map(cache.data_ptr(), 2, {kHeadDim, page, cache.size(1), cache.size(0)}, {token, head, next},
-                            {64, static_cast<unsigned>(page), 1, 1}, kPromotion);
+  return launch::tensor_map(cache, cache.data_ptr(), 2, {kHeadDim, page, cache.size(1), cache.size(0)},
+                            {token, head, next}, {64, static_cast<unsigned>(page), 1, 1}, kPromotion);
 }
 
 // Queries [T, Hq, 128] in boxes of 64 columns, the heads of a KV head and the tokens of a tile.
 TensorMap map_of_queries(const Tensor& q, I64 group, I64 tile_tokens) {
   const I64 head = q.stride(1) * 2, token = q.stride(0) * 2;
-  return launch::tensor_map(q.data_ptr(), 2, {kHeadDim, group, q.size(1) / group, q.size(0)},
+  return launch::tensor_map(q, q.data_ptr(), 2, {kHeadDim, group, q.size(1) / group, q.size(0)},
                             {head, head * group, token},
                             {64, static_cast<unsigned>(group), 1, static_cast<unsigned>(tile_tokens)});
 }

@@ -183,7 +183,7 @@ I32 narrow(I64 n) { return static_cast<I32>(n); }
 
 Map cache_map(const Tensor& cache) {
   const I64 size = cache.element_size(), page = cache.size(2);
-  return launch::tensor_map(cache.data_ptr(), static_cast<int>(size), {128, page, cache.size(1), cache.size(0)},
+  return launch::tensor_map(cache, cache.data_ptr(), static_cast<int>(size), {128, page, cache.size(1), cache.size(0)},
                             {cache.stride(2) * size, cache.stride(1) * size, cache.stride(0) * size},
                             {size == 1 ? 128u : 64u, static_cast<unsigned>(page), 1, 1});
 }
@@ -315,7 +315,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
   char* const base = static_cast<char*>(workspace.data_ptr());
   invert(a, s, p, w, base, formulation, device);
 
-  const Map q_map = launch::tensor_map(a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
+  const Map q_map = launch::tensor_map(a.q, a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
                                        {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, static_cast<unsigned>(p.rows), 1});
   const Map k_map = cache_map(a.k_cache), v_map = cache_map(a.v_cache);
   const Program forward = forward_program(a.q.scalar_type(), a.k_cache.scalar_type(), p.rows);

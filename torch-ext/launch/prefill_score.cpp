@@ -77,14 +77,14 @@ int log2_of(std::int64_t n) {
 TensorMap query_map(const Tensor& q, std::int64_t rows) {
   const int size = element_size(q);
   const std::int64_t heads = q.size(1);
-  return launch::tensor_map(q.data_ptr(), size, {128, heads, q.size(0)}, {q.stride(1) * size, q.stride(0) * size},
+  return launch::tensor_map(q, q.data_ptr(), size, {128, heads, q.size(0)}, {q.stride(1) * size, q.stride(0) * size},
                             {128u / size, static_cast<unsigned>(heads), static_cast<unsigned>(rows / heads)});
 }
 
 // Of half a block. Without a page nothing is loaded through the map, but there must be one.
 TensorMap key_map(const Tensor& k, const void* any) {
   const int size = element_size(k);
-  return launch::tensor_map(k.numel() ? k.data_ptr() : any, size,
+  return launch::tensor_map(k, k.numel() ? k.data_ptr() : any, size,
                             {128, k.size(1), std::max<std::int64_t>(k.size(0), 1)},
                             {k.stride(1) * size, k.stride(0) * size}, {128u / size, 64, 1});
 }

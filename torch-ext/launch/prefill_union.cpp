@@ -91,7 +91,7 @@ int device_of(const DecodeArguments& a) { return a.q.is_cpu() ? -1 : static_cast
 // One block's box: its 128 keys in one or two pages, 128 bytes of the head dimension at a time.
 Map cache_map(const Tensor& cache) {
   const I64 size = cache.element_size(), page = cache.size(2);
-  return launch::tensor_map(cache.data_ptr(), static_cast<int>(size), {128, page, cache.size(1), cache.size(0)},
+  return launch::tensor_map(cache, cache.data_ptr(), static_cast<int>(size), {128, page, cache.size(1), cache.size(0)},
                             {cache.stride(2) * size, cache.stride(1) * size, cache.stride(0) * size},
                             {size == 1 ? 128u : 64u, static_cast<unsigned>(page), 1, 1});
 }
@@ -168,7 +168,7 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold) 
 void prefill_union(const DecodeArguments& a, const UnionLists& lists, bool by_choice) {
   const Shape s(a);
   const int device = device_of(a);
-  ForwardParams params{{launch::tensor_map(a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
+  ForwardParams params{{launch::tensor_map(a.q, a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
                                            {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, kGroup, kTileTokens}),
                         cache_map(a.k_cache),
                         cache_map(a.v_cache),

@@ -61,14 +61,14 @@ Status relinquish(Warp& w, const Instruction&) {
   return Status::kNext;
 }
 
-// Lane and first column of a warp's access of `count` columns.
-std::pair<u32, u32> quarter(Warp& w, const i32* x, u32 count, const char* what) {
+// Lane and first column of a warp's access of `count` columns and 32 or 16 lanes.
+std::pair<u32, u32> quarter(Warp& w, const i32* x, u32 count, const char* what, u32 lanes = 32) {
   w.require_converged(what);
   const Addresses a(w, x);
   for (u32 l = 1; l < kLanes; ++l)
     if (w.mask >> l & 1 && a[l] != a[0]) fail("%s: the address differs between lanes", what);
   const u32 lane = static_cast<u32>(a[0]) >> 16, column = static_cast<u32>(a[0]) & 0xFFFF;
-  if (lane != 32 * (w.index % 4))
+  if (lane / 32 != w.index % 4 || lane % lanes)
     fail("%s: warp %u reaches lanes %u to %u only, not %u", what, w.index, 32 * (w.index % 4), 32 * (w.index % 4) + 31,
          lane);
   require_allocated(*w.cta, column, count, what);
@@ -85,6 +85,20 @@ Status load(Warp& w, const Instruction& in) {
   for (u32 j = 0; j < n; ++j) {
     u32* d = row<u32>(w, in.x[3 + j]);
     for (u32 l = 0; l < kLanes; ++l) d[l] = tmem[(lane + l) * kColumns + column + j];
+  }
+  return Status::kNext;
+}
+// Shape 16x256b: 16 lanes of 8 columns a piece, as the accumulators of mma.sync m16n8 lie: register 4 i + 2 h + c of
+// lane 4 g + t is column 8 i + 2 t + c of lane g + 8 h. x: address, registers. imm: their number.
+Status load_fragments(Warp& w, const Instruction& in) {
+  const u32 n = static_cast<u32>(in.imm);
+  const auto [lane, column] = quarter(w, in.x, 2 * n, "tcgen05.ld", 16);
+  if (Race* race = detector(w)) race->tmem(*w.cta, race->warp(w), 1u << (lane / 32), column, 2 * n, false, w.line);
+  const u32* tmem = w.cta->tmem.data();
+  for (u32 j = 0; j < n; ++j) {
+    u32* d = row<u32>(w, in.x[3 + j]);
+    for (u32 l = 0; l < kLanes; ++l)
+      d[l] = tmem[(lane + l / 4 + (j >> 1 & 1) * 8) * kColumns + column + j / 4 * 8 + l % 4 * 2 + (j & 1)];
   }
   return Status::kNext;
 }
@@ -268,6 +282,7 @@ void register_tcgen05() {
   register_handler("tcgen05.dealloc", dealloc);
   register_handler("tcgen05.relinquish", relinquish);
   register_handler("tcgen05.ld", load);
+  register_handler("tcgen05.ld.16x256b", load_fragments);
   register_handler("tcgen05.ld.red", load_reduced);
   register_handler("tcgen05.st", store);
   register_handler("tcgen05.wait::st", wait_store);
