@@ -58,7 +58,7 @@ REGISTERS = (32, 80, 200)  # a thread: loading and multiplying, combining, softm
 TILE_COLUMNS = 128
 O_COLUMN = 2 * TILE_COLUMNS  # behind S of two tiles
 PIECE = 32  # columns of a row whose exponentials are made together
-POLYNOMIAL = 0
+POLYNOMIAL = 1  # of 8 pairs
 DEGREE = {"bf16": 3, "f16": 4}
 
 
@@ -68,7 +68,7 @@ class Prefill(TileLoader):
     wideners = WIDENERS * 32
 
     def __init__(self, q_dtype, kv_dtype, rows):
-        self.combine = Partials(q_dtype, rows)
+        self.combine = Partials(q_dtype, rows, blackwell.fma2)
         super().__init__(q_dtype, kv_dtype, rows, self.combine.ring_bytes, self.combine.weights_bytes)
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
         self.lift = 7.0 if q_dtype == "f16" else 0.0
