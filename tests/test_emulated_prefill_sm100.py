@@ -136,7 +136,7 @@ def test_the_default_takes_it(emulation):
     before = len(emulation.driver.results)
     with emulation.device("sm_100"):
         got = attend(case, None)
-    assert len(emulation.driver.results) - before == 5  # three of the lists, forward, combination
+    assert len(emulation.driver.results) - before == 8  # union tiles' 3, lists' 3, forward, combination
     oracle.check_attention(*got, *expected(case))
 
 

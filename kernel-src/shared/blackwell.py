@@ -103,19 +103,21 @@ def mn_major_step(step):
     return step * 2048 >> 4
 
 
-def multiply(d, a, b, kind, a_steps, b_steps):
-    """The tensor memory at `d` = A B. A is a descriptor (Int64) or an address in tensor memory (Int32), B a descriptor;
-    a_steps and b_steps say what each k step adds to them; `kind` is of `instruction`."""
+def multiply(d, a, b, kind, a_steps, b_steps, accumulate=None):
+    """The tensor memory at `d` = A B, or += where `accumulate` (Int32) is not 0. A is a descriptor (Int64) or an address in
+    tensor memory (Int32), B a descriptor; a_steps and b_steps say what each k step adds to them; `kind` is of
+    `instruction`."""
     in_tensor_memory = isinstance(a, Int32)
     width, letter = ("b32", "r") if in_tensor_memory else ("b64", "l")
     operand = "[a]" if in_tensor_memory else "a"
     lines = [f"{{ {_ELECT} .reg .pred more; .reg .{width} a; .reg .b64 b; .reg .b32 i; mov.b32 i, {kind};"]
     for number, (a_step, b_step) in enumerate(zip(a_steps, b_steps)):
         if number < 2:
-            lines.append(f"setp.ne.s32 more, {number}, 0;")
+            lines.append(f"setp.ne.s32 more, {'$3' if number == 0 and accumulate is not None else number}, 0;")
         lines.append(f"add.s{width[1:]} a, $1, {a_step}; add.s64 b, $2, {b_step};")
         lines.append(f"@e tcgen05.mma.cta_group::1.kind::f16 [$0], {operand}, b, i, more;")
-    asm(" ".join(lines) + " }", "", f"r{letter}l", [d, a, b])
+    arguments = [d, a, b] if accumulate is None else [d, a, b, accumulate]
+    asm(" ".join(lines) + " }", "", f"r{letter}lr"[: len(arguments)], arguments)
 
 
 def commit(mbarrier):
@@ -179,3 +181,29 @@ def exp2_pair(x, y, degree):
     for c in coefficients[-2::-1]:
         value = fma2(value, fraction, c)
     return multiply2(value, [ptx.f32_from_bits(ptx.f32_bits(r) << 23) for r in rounded])
+
+
+# ---- softmax of a row that one thread holds
+
+
+def row_maximum(values):
+    """Four chains, three operands a step."""
+    chains, rest = values[:4], values[4:]
+    steps = len(rest) // 8
+    for i in range(steps):
+        chains = [maximum3(c, rest[8 * i + 2 * j], rest[8 * i + 2 * j + 1]) for j, c in enumerate(chains)]
+    chains = [ptx.maximum(a, b) for a, b in zip(chains, rest[8 * steps :])]
+    return ptx.maximum(ptx.maximum(chains[0], chains[1]), ptx.maximum(chains[2], chains[3]))
+
+
+def probabilities(logits, scale, top, totals, dtype, polynomial):
+    """2^(logit * scale - top), rounded to `dtype`, in words; and `totals`, two pairs of sums, with what they add. Of 8 pairs
+    `polynomial` are made without the special-function unit."""
+    pack, degree = (ptx.pack_bf16, 3) if dtype == "bf16" else (ptx.pack_fp16, 4)
+    words = []
+    for pair in range(len(logits) // 2):
+        x = fma2(logits[2 * pair : 2 * pair + 2], (scale, scale), (-top, -top))
+        p = exp2_pair(*x, degree) if pair % 8 < polynomial else [ptx.exp2(x[0]), ptx.exp2(x[1])]
+        totals = [totals[1], add2(totals[0], p)]  # in turn
+        words.append(pack(*p))
+    return words, totals

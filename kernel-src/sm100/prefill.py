@@ -59,7 +59,6 @@ TILE_COLUMNS = 128
 O_COLUMN = 2 * TILE_COLUMNS  # behind S of two tiles
 PIECE = 32  # columns of a row whose exponentials are made together
 POLYNOMIAL = 1  # of 8 pairs
-DEGREE = {"bf16": 3, "f16": 4}
 
 
 class Prefill(TileLoader):
@@ -388,40 +387,20 @@ class Prefill(TileLoader):
                 S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], -S[i])
         scale = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
         logits = [S[i] for i in range(TILE_COLUMNS)]
-        top = ptx.maximum(ptx.multiply(self.maximum_of(logits), scale), Float32(softmax.EMPTY))
+        top = ptx.maximum(ptx.multiply(blackwell.row_maximum(logits), scale), Float32(softmax.EMPTY))
         top = top + Float32(self.lift)
         totals = [(Float32(0.0), Float32(0.0))] * 2
         for piece in cutlass.range_constexpr(TILE_COLUMNS // PIECE):
             first = piece * PIECE
-            words, totals = self.exponentials(logits[first : first + PIECE], scale, top, totals)
+            words, totals = blackwell.probabilities(
+                logits[first : first + PIECE], scale, top, totals, self.dtype, self.polynomial
+            )
             blackwell.store_row(at + first // 2, words)
         total = blackwell.add2(totals[0], totals[1])
         words = [ptx.f32_bits(top), ptx.f32_bits(total[0] + total[1])]
         target = sums + (Int64(place) * self.rows + Int64(row & (self.rows - 1))) * 8
         ptx.store_words_if(target, words, Int32(place >= 0))
         blackwell.wait_stores()
-
-    def exponentials(self, logits, scale, top, totals):
-        """P of a piece of a row, rounded, in words; and `totals`, two pairs of sums, with what it has."""
-        words = []
-        for pair in range(PIECE // 2):
-            x = blackwell.fma2(logits[2 * pair : 2 * pair + 2], (scale, scale), (-top, -top))
-            if pair % 8 < self.polynomial:
-                p = blackwell.exp2_pair(*x, DEGREE[self.dtype])
-            else:
-                p = [ptx.exp2(x[0]), ptx.exp2(x[1])]
-            totals = [totals[1], blackwell.add2(totals[0], p)]  # in turn
-            words.append(self.pack(*p))
-        return words, totals
-
-    def maximum_of(self, values):
-        """Four chains, three operands a step."""
-        chains = values[:4]
-        rest = values[4:]
-        for i in range(0, len(rest) - 7, 8):
-            chains = [blackwell.maximum3(c, rest[i + 2 * j], rest[i + 2 * j + 1]) for j, c in enumerate(chains)]
-        chains = [ptx.maximum(a, b) for a, b in zip(chains, rest[len(rest) // 8 * 8 :])]
-        return ptx.maximum(ptx.maximum(chains[0], chains[1]), ptx.maximum(chains[2], chains[3]))
 
     @cute.jit
     def store_partial(self, at: Int32, lane: Int32, half: cutlass.Constexpr, place: Int32, partials: Int64):

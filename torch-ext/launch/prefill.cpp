@@ -38,7 +38,7 @@ Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
   const char* unions_refuse = launch::available(cubins::prefill_union_bf16, device)
                                   ? union_refuses(a)
-                                  : "union tiles are compiled for compute capability 9.0 only";
+                                  : "union tiles aren't compiled for this compute capability";
   const char* kv_stationary_refuse = launch::available(cubins::prefill_bf16_bf16_r16, device)
                                          ? kv_stationary_refuses(a)
                                          : "the KV-stationary prefill isn't compiled for this compute capability";

@@ -156,7 +156,7 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold) 
                            narrow(s.slots),
                            narrow(s.capacity)}},
               kOverlap);
-  if (threshold == 0) threshold = union_threshold(a.k_cache.element_size());
+  if (threshold == 0) threshold = union_threshold(a.k_cache.element_size(), launch::compute_capability(device));
   if (choose)
     launch::run(cubins::union_choice, {static_cast<unsigned>(s.requests)}, device,
                 ChoiceParams{{a.cu_seqlens_q.data_ptr(), lists.counts, lists.choice, narrow(s.requests),
