@@ -35,7 +35,13 @@ Partials out
 
 Exponentials
     16,384 a tile are 1,024 clocks of SM100's special-function units at 16 a clock, as many as the tile's two products
-    take. POLYNOMIAL of 8 pairs therefore go through FMAs (shared/blackwell.py). SM103's units have twice the rate.
+    take. POLYNOMIAL of 8 pairs therefore go through FMAs (shared/blackwell.py); more would cost issue slots, which bind
+    sooner. SM103's units have twice the rate.
+
+Budget (a tile, clocks of an SM at B200's rates; counted in the machine code, not measured)
+    Products 1,024. Exponentials 896. L2: 32 KiB of Q in, 32 of partials out, 32 of the chunk before in, 64 of K and V a run:
+    1,120 at 24 TB/s. Instructions of a scheduler: softmax and output 632, combination 430; beside them the loader's 325
+    on one, the multiplier's 180 on another.
 """
 
 import os
