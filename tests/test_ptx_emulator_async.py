@@ -1,4 +1,4 @@
-"""The PTX emulator's bulk copies, clusters, proxies, wgmma and tensor memory, on small programs after the manual's definitions."""
+"""The PTX emulator's bulk copies, clusters, proxies and wgmma, on small programs after the manual's definitions."""
 
 import numpy as np
 import pytest
@@ -201,31 +201,3 @@ def test_wgmma(policy, kind, a_mn, b_mn):
             row, column = 16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2
             assert abs(out[i, thread] - want[row, column]) < 1e-3
     assert result.reports == []
-
-
-def test_tensor_memory_read_as_fragments():
-    """32x32b stores a row a lane; 16x256b reads 16 rows as the accumulators of mma.sync m16n8 lie."""
-    columns = ", ".join(f"%r{20 + i}" for i in range(16))
-    values = " ".join(f"add.s32 %r{20 + i}, %r2, {i};" for i in range(16))
-    body = f"""
-    ld.param.u64 %rd1, [p0]; mov.b32 %r1, s; mov.u32 %r2, %tid.x; mad.wide.u32 %rd2, %r2, 4, %rd1; shr.u32 %r9, %r2, 5;
-    setp.ne.b32 %p1, %r9, 0; @%p1 bra GO;
-    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
-    GO: bar.sync 0; ld.shared.b32 %r3, [%r1]; shl.b32 %r4, %r9, 21; add.s32 %r3, %r3, %r4; mul.lo.s32 %r2, %r2, 100;
-    {values} tcgen05.st.sync.aligned.32x32b.x16.b32 [%r3], {{{columns}}}; tcgen05.wait::st.sync.aligned;
-    add.s32 %r3, %r3, ROWS;
-    tcgen05.ld.sync.aligned.16x256b.x2.b32 {{%r10, %r11, %r12, %r13, %r14, %r15, %r16, %r17}}, [%r3];
-    tcgen05.wait::ld.sync.aligned;
-    {" ".join(f"st.global.b32 [%rd2+{256 * i}], %r{10 + i};" for i in range(8))}
-    bar.sync 0; @%p1 bra END; ld.shared.b32 %r3, [%r1]; tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 32;
-    END: """
-    for first in (0, 16):
-        out = torch.zeros(8, 64, dtype=torch.int32)
-        assert run(body.replace("ROWS", str(first << 16)), [out], "eager+race", block=64).reports == []
-        for thread in range(64):
-            g, t = thread % 32 // 4, thread % 4
-            for i in range(8):
-                row = thread // 32 * 32 + first + g + 8 * (i >> 1 & 1)
-                assert out[i, thread] == 100 * row + 8 * (i // 4) + 2 * t + (i & 1)
-    with pytest.raises(EmulatorError, match="reaches lanes"):
-        run(body.replace("ROWS", str(8 << 16)), [out], "eager", block=64)
