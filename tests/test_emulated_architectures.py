@@ -19,7 +19,7 @@ from m3_sparse import ops
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DEVICES = ("sm_90", "sm_100", "sm_103")
-TESTED_ON_SM103 = {"prefill"}
+TESTED_ON_SM103 = {"prefill", "prefill_union"}
 NEUTRAL = {path.stem for path in (Path(__file__).parent.parent / "kernel-src" / "neutral").glob("*.py")}
 
 

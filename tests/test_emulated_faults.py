@@ -42,6 +42,22 @@ def select(blocks, kv):
     return run
 
 
+def attend_by_blocks(emulation, kv):
+    """Many tiles for a CTA, in chunks that are combined beside the next."""
+    case = cases.make([14, 5], [500, 77], heads=(16, 1), dtype=BF16, kv_dtype=kv, page=64, topk=4, seed=5)
+    (q, k_cache, v_cache, ids, table), options = case.sparse()
+    lengths = (options["cu_seqlens_q"], options["seqused_k"])
+
+    def run():
+        out, lse = cases.nan_like(q.shape, q.dtype), cases.nan_like(q.shape[:2], torch.float32)
+        call = emulation.wrapped(getattr(ops, "ops", ops).aot_sparse_attention_kv_stationary.default)
+        with emulation.device("sm_100", 1):
+            call(out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, True, None, None, None, 8, 1)
+        return out, lse
+
+    return run
+
+
 PROGRAMS = {
     "decode_bf16_s2": attend(2, BF16), "decode_e4m3_s4": attend(4, E4M3), "decode_bf16_s16": attend(16, BF16),
     "decode_score_bf16_bf16_n32": select(40, BF16), "decode_score_bf16_e4m3_n32": select(40, E4M3),
@@ -57,9 +73,9 @@ def same(got, want):
     return all(torch.equal(oracle.stored_bytes(a), oracle.stored_bytes(b)) for a, b in zip(got, want))
 
 
-def verdicts(emulation, name):
-    driver, run = emulation.driver, PROGRAMS[name]
-    entry = f"m3s_{name}_sm90a_0"
+def verdicts(emulation, name, run, arch="sm90a"):
+    driver = emulation.driver
+    entry = f"m3s_{name}_{arch}_0"
     want = run()
     text = (driver.kernels / f"{driver.manifests[entry]['name']}.ptx").read_text()
     result = []
@@ -81,12 +97,20 @@ def verdicts(emulation, name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_faults_are_noticed(emulation, name):
-    found[name] = verdicts(emulation, name)
+    found[name] = verdicts(emulation, name, PROGRAMS[name])
     missed = [(m.kind, m.line) for m, by in found[name] if by is None]
     print(faults.table(found[name]), missed)
     assert len(found[name]) >= 6
     least = NOTICED_OF_TOPK if name.startswith("topk") else NOTICED_OF_ONE
     assert len(missed) <= (1 - least) * len(found[name]), missed
+
+
+def test_faults_of_blackwell_are_noticed(emulation):
+    name = "prefill_bf16_e4m3_r16"
+    verdict = verdicts(emulation, name, attend_by_blocks(emulation, E4M3), "sm100a")
+    missed = [(m.kind, m.line) for m, by in verdict if by is None]
+    print(faults.table(verdict), missed)
+    assert len(verdict) >= 80 and len(missed) <= 0.05 * len(verdict), missed
 
 
 def test_most_of_all_faults_are_noticed():

@@ -14,7 +14,7 @@ before it is done. What warps read or wrote in tensor memory is ordered with the
 
 from cutlass import Float32, Int32, Int64
 
-from shared import ptx
+from shared import ptx, softmax
 from shared.ptx import asm
 
 COLUMNS = 512
@@ -103,19 +103,21 @@ def mn_major_step(step):
     return step * 2048 >> 4
 
 
-def multiply(d, a, b, kind, a_steps, b_steps, elements="f16"):
-    """The tensor memory at `d` = A B. A is a descriptor (Int64) or an address in tensor memory (Int32), B a descriptor;
-    a_steps and b_steps say what each k step adds to them; `kind` is of `instruction`, of 16-bit `elements` or "f8f6f4"."""
+def multiply(d, a, b, kind, a_steps, b_steps, accumulate=None, elements="f16"):
+    """The tensor memory at `d` = A B, or += where `accumulate` (Int32) is not 0. A is a descriptor (Int64) or an address in
+    tensor memory (Int32), B a descriptor; a_steps and b_steps say what each k step adds to them; `kind` is of
+    `instruction`, of 16-bit `elements` or "f8f6f4"."""
     in_tensor_memory = isinstance(a, Int32)
     width, letter = ("b32", "r") if in_tensor_memory else ("b64", "l")
     operand = "[a]" if in_tensor_memory else "a"
     lines = [f"{{ {_ELECT} .reg .pred more; .reg .{width} a; .reg .b64 b; .reg .b32 i; mov.b32 i, {kind};"]
     for number, (a_step, b_step) in enumerate(zip(a_steps, b_steps)):
         if number < 2:
-            lines.append(f"setp.ne.s32 more, {number}, 0;")
+            lines.append(f"setp.ne.s32 more, {'$3' if number == 0 and accumulate is not None else number}, 0;")
         lines.append(f"add.s{width[1:]} a, $1, {a_step}; add.s64 b, $2, {b_step};")
         lines.append(f"@e tcgen05.mma.cta_group::1.kind::{elements} [$0], {operand}, b, i, more;")
-    asm(" ".join(lines) + " }", "", f"r{letter}l", [d, a, b])
+    arguments = [d, a, b] if accumulate is None else [d, a, b, accumulate]
+    asm(" ".join(lines) + " }", "", f"r{letter}lr"[: len(arguments)], arguments)
 
 
 def commit(mbarrier):
@@ -160,23 +162,48 @@ def multiply2(a, b):
     return _pairs("mul.rn.f32x2 d, a, b;", a, b)
 
 
-# 2^f for f in [-1/2, 1/2], smallest largest relative error among polynomials that are 1 at 0: 1.1e-4 and 2.9e-6.
+# 2^f for f in [-1/2, 1/2], smallest largest relative error: 7.5e-5 and 2.7e-6.
 POLYNOMIALS = {
-    3: (1.0, 0.6932829022407532, 0.2422109991312027, 0.05500894784927368),
-    4: (1.0, 0.6931241750717163, 0.24024099111557007, 0.05590642988681793, 0.009582854807376862),
+    3: (0.9999280571937561, 0.6932609677314758, 0.2426111251115799, 0.0551716685295105),
+    4: (0.9999992847442627, 0.6931217908859253, 0.240247443318367, 0.05591785907745361, 0.009570102207362652),
 }
-ROUND = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to an integer, which stands in the low bits
 
 
 def exp2_pair(x, y, degree):
-    """2^x and 2^y for x, y <= 0 without the special-function unit; 0 from -127 down, a polynomial that is 1 at 0 gives that."""
-    x, y = (ptx.maximum(v, Float32(-127.0)) for v in (x, y))
-    shift = (Float32(ROUND), Float32(ROUND))
-    rounded = add2((x, y), shift)
-    integer = add2(rounded, (Float32(-ROUND), Float32(-ROUND)))
-    fraction = fma2(integer, (Float32(-1.0), Float32(-1.0)), (x, y))
-    coefficients = [(Float32(c), Float32(c)) for c in POLYNOMIALS[degree]]
+    """2^x and 2^y for x, y <= 0 without the special-function unit; 0 from -127 down, NaN of NaN."""
+    numbers = [asm("max.NaN.f32 $0, $1, $2;", "f", "ff", [v, Float32(-127.0)], False)[0] for v in (x, y)]
+    # The sum's low bits are the nearest integer and the exponent's bias.
+    rounded = add2(numbers, [Float32(softmax.SHIFT)] * 2)
+    integer = add2(rounded, [Float32(-softmax.SHIFT)] * 2)
+    fraction = fma2(integer, [Float32(-1.0)] * 2, numbers)
+    coefficients = [[Float32(c)] * 2 for c in POLYNOMIALS[degree]]
     value = coefficients[-1]
     for c in coefficients[-2::-1]:
         value = fma2(value, fraction, c)
-    return [ptx.f32_from_bits(ptx.f32_bits(v) + (ptx.f32_bits(r) << 23)) for v, r in zip(value, rounded)]
+    return multiply2(value, [ptx.f32_from_bits(ptx.f32_bits(r) << 23) for r in rounded])
+
+
+# ---- softmax of a row that one thread holds
+
+
+def row_maximum(values):
+    """Four chains, three operands a step."""
+    chains, rest = values[:4], values[4:]
+    steps = len(rest) // 8
+    for i in range(steps):
+        chains = [maximum3(c, rest[8 * i + 2 * j], rest[8 * i + 2 * j + 1]) for j, c in enumerate(chains)]
+    chains = [ptx.maximum(a, b) for a, b in zip(chains, rest[8 * steps :])]
+    return ptx.maximum(ptx.maximum(chains[0], chains[1]), ptx.maximum(chains[2], chains[3]))
+
+
+def probabilities(logits, scale, top, totals, dtype, polynomial):
+    """2^(logit * scale - top), rounded to `dtype`, in words; and `totals`, two pairs of sums, with what they add. Of 8 pairs
+    `polynomial` are made without the special-function unit."""
+    pack, degree = (ptx.pack_bf16, 3) if dtype == "bf16" else (ptx.pack_fp16, 4)
+    words = []
+    for pair in range(len(logits) // 2):
+        x = fma2(logits[2 * pair : 2 * pair + 2], (scale, scale), (-top, -top))
+        p = exp2_pair(*x, degree) if pair % 8 < polynomial else [ptx.exp2(x[0]), ptx.exp2(x[1])]
+        totals = [totals[1], add2(totals[0], p)]  # in turn
+        words.append(pack(*p))
+    return words, totals

@@ -135,7 +135,7 @@ class PrefillScore(ScoreLoaders):
     def product(self, d, queries, keys, a_steps, b_steps):
         if self.operands == "e4m3":
             kind = (1 << 4) | (BLOCK // 8 << 17) | (ROWS // 16 << 24)  # e4m3 is format 0 of this instruction
-            blackwell.multiply(d, queries, keys, kind, a_steps, b_steps, "f8f6f4")
+            blackwell.multiply(d, queries, keys, kind, a_steps, b_steps, elements="f8f6f4")
         else:
             blackwell.multiply(d, queries, keys, blackwell.instruction(self.operands, BLOCK), a_steps, b_steps)
 

@@ -149,7 +149,7 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold) 
                            narrow(s.slots),
                            narrow(s.capacity)}},
               kOverlap);
-  if (threshold == 0) threshold = union_threshold(a.k_cache.element_size());
+  if (threshold == 0) threshold = union_threshold(a.k_cache.element_size(), launch::compute_capability(device));
   if (choose)
     launch::run(cubins::union_choice, {static_cast<unsigned>(s.requests)}, device,
                 ChoiceParams{{a.cu_seqlens_q.data_ptr(), lists.counts, lists.choice, narrow(s.requests),
@@ -161,7 +161,7 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold) 
 void prefill_union(const DecodeArguments& a, const UnionLists& lists, bool by_choice) {
   const Shape s(a);
   const int device = device_of(a);
-  ForwardParams params{{launch::tensor_map(a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
+  ForwardParams params{{launch::tensor_map(a.q, a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
                                            {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, kGroup, kTileTokens}),
                         cache_map(a.k_cache),
                         cache_map(a.v_cache),
