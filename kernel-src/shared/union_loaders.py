@@ -23,7 +23,6 @@ RECORD = 64
 RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
 WIDENERS = 2  # warps an operand
 LOADS_AHEAD = 2
-BEHIND = 264  # a multiple of 2 * stages
 # Words of a record in shared memory.
 COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
 # Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
@@ -44,8 +43,6 @@ class UnionLoaders:
         # What loaders and consumers get of the registers, which are all of them: (40 + 2 * 232) * 128 of a launch with 168
         # a thread, (2 * 48 + 2 * 208) * 128 of one with 128. The consumers use 198.
         self.registers = (48, 208) if self.fp8 else (40, 232)
-        self.parts = 2 if self.fp8 else 1  # steps that a block is computed in
-        self.step_bytes = HALF // self.parts  # of a half of a block's columns
         self.q_at = 0
         self.k_at = TILE
         self.v_at = self.k_at + self.stages * TILE
@@ -78,20 +75,17 @@ class UnionLoaders:
         for at, arrivals in self.arrivals.items():
             smem.mbarrier_init(base + at, arrivals)
 
-    # ---- positions in the ring of stages. A tile's first is below BEHIND + 2 * stages and BEHIND or more, so that those of
-    # the tile before, up to 256 less, are not negative.
-
-    def rounds_of(self, position):
-        return (position * 21846) >> 16 if self.stages == 3 else position >> 1
+    # ---- positions in the ring of stages; they start below 2 * stages and grow by at most 256 a tile
 
     def ring_of(self, position):
         """(stage, parity)"""
-        rounds = self.rounds_of(position)
+        rounds = (position * 171) >> 9 if self.stages == 3 else position >> 1
         return position - rounds * self.stages, rounds & 1
 
     def folded(self, position):
-        """The same stage and parity, as a tile's first."""
-        return position - (self.rounds_of(position) >> 1) * (2 * self.stages) + BEHIND
+        """The same stage and parity, below 2 * stages."""
+        rounds = (position * 171) >> 9 if self.stages == 3 else position >> 1
+        return position - (rounds >> 1) * (2 * self.stages)
 
     def wait_full(self, base, name, position):
         stage, parity = self.ring_of(position)
@@ -243,11 +237,6 @@ class UnionLoaders:
             self.record_read(base, buffer, lane)
             row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
             page_a, page_b = self.load_pages(row, lane, count, wide)
-            if count > 0:
-                smem.mbarrier_wait(base + self.barriers["q_empty"], q_parity)
-                q_parity = q_parity ^ 1
-                if lane == 0:
-                    self.copy_queries(base, q_map, head, token)
             for first in cutlass.range(0, count, 32, unroll=1):
                 next_a, next_b = self.load_pages(row, first + 32 + lane, count, wide)
                 for i in cutlass.range(ptx.minimum_i32(count - first, Int32(32)), unroll=1):
@@ -261,6 +250,11 @@ class UnionLoaders:
                     stage = stage + 1
                     if stage == RAW_STAGES:
                         stage, parity = Int32(0), parity ^ 1
+                    if first + i == ptx.minimum_i32(count, Int32(2)) - 1:
+                        smem.mbarrier_wait(base + self.barriers["q_empty"], q_parity)
+                        q_parity = q_parity ^ 1
+                        if lane == 0:
+                            self.copy_queries(base, q_map, head, token)
                 page_a, page_b = next_a, next_b
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)

@@ -24,7 +24,8 @@ What may hold anything
     to other requests and are not written.
 
 Float8 caches
-    Widened to fp16, so Q is fp16 too: the consumers turn bf16 rows into fp16 in place, each by a power of two.
+    Widened to fp16, here or before (sm90/prefill_widen.py), so Q is fp16 too: the consumers turn bf16 rows into fp16 in
+    place, each by a power of two.
 
 Deadlock rule
     Q K of the next block is issued before P V of this one. Over a gap of more positions than there are stages the K
@@ -48,7 +49,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, mma, ptx, smem, softmax, tma
+from shared import hopper, ptx, smem, softmax, tma
 from shared.program import Program
 from shared.union_loaders import (
     COUNT_A,
@@ -74,41 +75,38 @@ from shared.union_loaders import (
 class PrefillUnion(UnionLoaders):
     """One variant: KV dtype."""
 
-    # ---- consumers: pieces of the main loop. A block is `parts` steps of 128 / parts keys.
+    # ---- consumers: pieces of the main loop
 
-    def scores(self, base, S, Q, position, part=0):
+    def scores(self, base, S, q, position):
         stage, _ = self.ring_of(position)
-        k = hopper.descriptor(base + self.k_at) + Int64(stage * (TILE >> 4) + part * (self.step_bytes >> 4))
+        k = hopper.descriptor(base + self.k_at) + Int64(stage * (TILE >> 4))
         hopper.fence()
         for step in range(8):
             offset = (step & 3) * 2 + (step >> 2) * (HALF >> 4)
-            words = [Q[4 * step + i] for i in range(4)]
-            hopper.wgmma_rs(S, words, k + Int64(offset), step > 0, self.mma_dtype)
+            hopper.wgmma_ss(S, q + Int64(offset), k + Int64(offset), step > 0, self.mma_dtype)
         hopper.commit()
 
-    def values(self, base, O, P, position, part):
+    def values(self, base, O, P, position):
         stage, _ = self.ring_of(position)
-        v = hopper.descriptor(base + self.v_at, HALF) + Int64(stage * (TILE >> 4) + part * (self.step_bytes >> 4))
-        for step in range(8 // self.parts):
+        v = hopper.descriptor(base + self.v_at, HALF) + Int64(stage * (TILE >> 4))
+        for step in range(8):
             words = [P[4 * step + i] for i in range(4)]
             hopper.wgmma_rs(O, words, v + Int64(step * 128), True, self.mma_dtype, b_mn_major=True)
         hopper.commit()
 
     @cute.jit
-    def scores_alone(self, base: Int32, S: cute.Tensor, Q: cute.Tensor, position: Int32, lane: Int32):
+    def scores_alone(self, base: Int32, S: cute.Tensor, q: Int64, position: Int32, lane: Int32):
         self.wait_full(base, "k_full", position)
-        self.scores(base, S, Q, position)
+        self.scores(base, S, q, position)
         hopper.wait(0, S)
-        if cutlass.const_expr(self.parts == 1):
-            self.release(base, "k_empty", position, lane)
+        self.release(base, "k_empty", position, lane)
 
     @cute.jit
     def values_alone(self, base: Int32, O: cute.Tensor, P: cute.Tensor, position: Int32, lane: Int32):
-        """The last step of the block at `position`."""
         self.wait_full(base, "v_full", position)
         hopper.pin(O)
         hopper.fence()
-        self.values(base, O, P, position, self.parts - 1)
+        self.values(base, O, P, position)
         hopper.wait(0, O)
         self.release(base, "v_empty", position, lane)
 
@@ -129,7 +127,6 @@ class PrefillUnion(UnionLoaders):
         record: Int32,
         token: Int32,
         lane: Int32,
-        part: cutlass.Constexpr = 0,
     ):
         """S -> P, not normalised. state: m of rows g, g + 8 (log2 units), this lane's l, the last factors, the scales."""
         if (entry >> (8 + (token & 3))) & 1 == 0:
@@ -137,19 +134,19 @@ class PrefillUnion(UnionLoaders):
             hopper.clear(S)
         else:
             if entry & EDGE_BITS != 0:
-                self.mask(S, entry, record, token, lane, part)
+                self.mask(S, entry, record, token, lane)
             for h in cutlass.range_constexpr(2):
                 scale = state[6 + h]
-                top = [S[4 * i + 2 * h + c] for i in range(16 // self.parts) for c in range(2)]
+                top = [S[4 * i + 2 * h + c] for i in range(16) for c in range(2)]
                 m = ptx.maximum(ptx.multiply(softmax.row_maximum(top), scale), state[h])
                 state[4 + h] = ptx.exp2(state[h] - m)
                 state[h] = m
                 p = [ptx.exp2(ptx.fma(x, scale, -m)) for x in top]
                 state[2 + h] = ptx.fma(state[2 + h], state[4 + h], softmax.tree_sum(p))
-                for i in cutlass.range_constexpr(32 // self.parts):
+                for i in cutlass.range_constexpr(32):
                     S[4 * (i // 2) + 2 * h + i % 2] = p[i]
 
-    def mask(self, S, entry, record, token, lane, part):
+    def mask(self, S, entry, record, token, lane):
         """-inf outside what the token sees; a negative scale turns the logits."""
         end, length = smem.load_i32(record + 4 * END), smem.load_i32(record + 4 * LENGTH)
         sign = ptx.select(smem.load_f32(record + 4 * SCALE) < Float32(0.0), Float32(-1.0), Float32(1.0))
@@ -157,15 +154,15 @@ class PrefillUnion(UnionLoaders):
         high = ptx.select((entry & (1 << 13)) != 0, ptx.minimum_i32(high, Int32(64)), high)
         low = ptx.select((entry & (1 << 12)) != 0, Int32(64), Int32(0))
         # Against constants: the columns' numbers would take 32 registers throughout the loop.
-        column = (lane & 3) * 2 + part * 64
+        column = (lane & 3) * 2
         low, high = low - column, high - column
-        for i in range(64 // self.parts):
+        for i in range(64):
             at = (i >> 2) * 8 + (i & 1)
             S[i] = ptx.select((low <= at) & (high > at), ptx.multiply(S[i], sign), Float32(softmax.NEG_INF))
 
     def pack(self, S, P):
         pack = ptx.pack_bf16 if self.mma_dtype == "bf16" else ptx.pack_fp16
-        for i in range(32 // self.parts):
+        for i in range(32):
             P[i] = pack(S[2 * i], S[2 * i + 1])
 
     @cute.jit
@@ -176,42 +173,13 @@ class PrefillUnion(UnionLoaders):
                 O[i] = ptx.multiply(O[i], state[4 + ((i >> 1) & 1)])
 
     @cute.jit
-    def second_step(
-        self,
-        base: Int32,
-        Q: cute.Tensor,
-        S: cute.Tensor,
-        O: cute.Tensor,
-        P: cute.Tensor,
-        state: cute.Tensor,
-        entry: Int32,
-        record: Int32,
-        token: Int32,
-        at: Int32,
-        lane: Int32,
-    ):
-        """Of a block in two steps: its first 64 keys are in P."""
-        if cutlass.const_expr(self.parts == 2):
-            hopper.pin(O)
-            self.scores(base, S, Q, at, 1)
-            self.wait_full(base, "v_full", at)
-            self.values(base, O, P, at, 0)
-            hopper.wait(1, S)
-            self.release(base, "k_empty", at, lane)
-            self.softmax(S, state, entry, record, token, lane, 1)
-            hopper.wait(0, O)
-            self.rescale(O, state)
-            self.pack(S, P)
-
-    @cute.jit
     def walk(
         self,
         base: Int32,
         list_at: Int32,
         count: Int32,  # of the warpgroup's list
         start: Int32,  # position of the tile's first block in the ring
-        at: Int32,  # of the list's first block
-        Q: cute.Tensor,
+        q: Int64,
         S: cute.Tensor,
         O: cute.Tensor,
         P: cute.Tensor,
@@ -220,182 +188,122 @@ class PrefillUnion(UnionLoaders):
         token: Int32,  # of the tile
         lane: Int32,
     ):
-        """All blocks behind the first one, whose p are in P. Returns where the last one is, whose P V is still to come."""
+        """All of the warpgroup's blocks of a tile; returns the position behind the last one."""
+        entry = smem.load_i32(list_at)
+        at = start + (entry & 255)
+        self.pass_on(("k", "v"), base, start, at, lane)
+        self.scores_alone(base, S, q, at, lane)
+        self.softmax(S, state, entry, record, token, lane)
+        self.pack(S, P)
         for k in cutlass.range(1, count, unroll=1):
             entry = smem.load_i32(list_at + k * 4)
             following = start + (entry & 255)
             if following - at > self.stages:
                 self.values_alone(base, O, P, at, lane)
                 self.pass_on(("k", "v"), base, at + 1, following, lane)
-                self.scores_alone(base, S, Q, following, lane)
+                self.scores_alone(base, S, q, following, lane)
                 self.softmax(S, state, entry, record, token, lane)
             else:
-                self.scores_beside_values(base, Q, S, O, P, following, at, lane)
+                self.pass_on(("k",), base, at + 1, following, lane)
+                self.wait_full(base, "k_full", following)
+                hopper.pin(O)
+                self.scores(base, S, q, following)
+                self.wait_full(base, "v_full", at)
+                self.values(base, O, P, at)
+                hopper.wait(1, S)
+                self.release(base, "k_empty", following, lane)
                 self.softmax(S, state, entry, record, token, lane)
-                self.end_of_values(base, O, following, at, lane)
+                hopper.wait(0, O)
+                self.release(base, "v_empty", at, lane)
+                self.pass_on(("v",), base, at + 1, following, lane)
             self.rescale(O, state)
             self.pack(S, P)
-            self.second_step(base, Q, S, O, P, state, entry, record, token, following, lane)
             at = following
-        return at
-
-    @cute.jit
-    def scores_beside_values(
-        self,
-        base: Int32,
-        Q: cute.Tensor,
-        S: cute.Tensor,
-        O: cute.Tensor,
-        P: cute.Tensor,
-        following: Int32,
-        at: Int32,
-        lane: Int32,
-    ):
-        """S of the block at `following`, with P V of the last step of the one at `at` still under way."""
-        self.pass_on(("k",), base, at + 1, following, lane)
-        self.wait_full(base, "k_full", following)
-        hopper.pin(O)
-        self.scores(base, S, Q, following)
-        self.wait_full(base, "v_full", at)
-        self.values(base, O, P, at, self.parts - 1)
-        hopper.wait(1, S)
-        if cutlass.const_expr(self.parts == 1):
-            self.release(base, "k_empty", following, lane)
-
-    @cute.jit
-    def end_of_values(self, base: Int32, O: cute.Tensor, following: Int32, at: Int32, lane: Int32):
-        hopper.wait(0, O)
-        self.release(base, "v_empty", at, lane)
-        self.pass_on(("v",), base, at + 1, following, lane)
+        hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
+        self.values_alone(base, O, P, at, lane)
+        return at + 1
 
     @cute.jit
     def consume(
         self,
         base: Int32,
-        output: tuple,
+        out: Int64,
+        lse: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        lse_token: Int64,
+        lse_head: Int64,
         bf16_query: Int32,
         group: Int32,
         warp: Int32,
         lane: Int32,
     ):
-        S = cute.make_rmem_tensor(cute.make_layout(64 // self.parts), Float32)
+        S = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
-        P = cute.make_rmem_tensor(cute.make_layout(32 // self.parts), Int32)
-        Q = cute.make_rmem_tensor(cute.make_layout(32), Int32)
+        P = cute.make_rmem_tensor(cute.make_layout(32), Int32)
         state = cute.make_rmem_tensor(cute.make_layout(8), Float32)
-        ended = cute.make_rmem_tensor(cute.make_layout(4), Float32)  # of the tile before
-        grow = cute.make_rmem_tensor(cute.make_layout(2), Float32)  # what the rows of Q were divided by
-        grow[0], grow[1] = Float32(1.0), Float32(1.0)
-        token = group * 4 + warp
-        buffer, turn, q_parity = Int32(0), Int32(0), Int32(0)
-        start = self.folded(Int32(0))
-        before = Int32(-1)  # position of the block whose P V is still to come, or -1
+        q = hopper.descriptor(base + self.q_at + group * (HALF // 2))
+        buffer, turn, q_parity, start = Int32(0), Int32(0), Int32(0), Int32(0)
         total = self.next_count(base, buffer, turn)
-        while (total >= 0) | (before >= 0):
+        while total >= 0:
             record = base + self.records_at + buffer * RECORD
-            count = ptx.select(total > 0, smem.load_i32(record + 4 * COUNT_A + 4 * group), Int32(0))
-            list_at = base + self.lists_at + (buffer * 2 + group) * (LIST_ENTRIES * 4)
-            entry = smem.load_i32(list_at)
-            at = start + (entry & 255)
-            if (before >= 0) & ((count == 0) | (at - before > self.stages)):
-                # Before the wait for Q, which comes behind blocks that the loaders have no room for yet.
-                self.values_alone(base, O, P, before, lane)
-                self.pass_on(("k", "v"), base, before + 1, start, lane)
-                self.finish(base, buffer ^ 1, O, state, token, output, bf16_query, lane)
-                before = Int32(-1)
+            count = smem.load_i32(record + 4 * COUNT_A + 4 * group)
+            first = smem.load_i32(record + 4 * FIRST)
+            tile_tokens = smem.load_i32(record + 4 * TILE_TOKENS)
+            scale, v_scale = smem.load_f32(record + 4 * SCALE), smem.load_f32(record + 4 * V_SCALE)
+            head = smem.load_i32(record + 4 * HEAD)
+            token = group * 4 + warp
+            self.begin(O, state, scale)
             if total > 0:
                 smem.mbarrier_wait(base + self.barriers["q_full"], q_parity)
                 q_parity = q_parity ^ 1
-                self.load_query(base + self.q_at + token * GROUP * 128, Q, grow, bf16_query, lane)
-                ptx.warp_barrier()
-                hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
-            if count > 0:
-                scale = smem.load_f32(record + 4 * SCALE)
-                if before >= 0:
-                    self.scores_beside_values(base, Q, S, O, P, at, before, lane)
-                    for i in cutlass.range_constexpr(4):
-                        ended[i] = state[i]
-                    self.begin(state, grow, scale)
-                    self.softmax(S, state, entry, record, token, lane)
-                    self.end_of_values(base, O, at, before, lane)
-                    self.finish(base, buffer ^ 1, O, ended, token, output, bf16_query, lane)
+                if cutlass.const_expr(self.mma_dtype == "f16"):
+                    if bf16_query != 0:
+                        self.widen_query(base + self.q_at + token * GROUP * 128, state, lane)
+                        hopper.named_barrier(group + 1, 128)
+                behind = start
+                if count > 0:
+                    list_at = base + self.lists_at + (buffer * 2 + group) * (LIST_ENTRIES * 4)
+                    behind = self.walk(base, list_at, count, start, q, S, O, P, state, record, token, lane)
                 else:
-                    self.pass_on(("k", "v"), base, start, at, lane)
-                    self.scores_alone(base, S, Q, at, lane)
-                    self.begin(state, grow, scale)
-                    self.softmax(S, state, entry, record, token, lane)
-                hopper.clear(O)
-                self.pack(S, P)
-                self.second_step(base, Q, S, O, P, state, entry, record, token, at, lane)
-                before = self.walk(base, list_at, count, start, at, Q, S, O, P, state, record, token, lane)
-            if total >= 0:
-                if count == 0:
-                    self.pass_on(("k", "v"), base, start, start + total, lane)
-                    hopper.clear(O)
-                    self.begin(state, grow, Float32(1.0))
-                    self.finish(base, buffer, O, state, token, output, bf16_query, lane)
-                end = start + total
-                start = self.folded(end)
-                before = ptx.select(count > 0, before + start - end, Int32(-1))
-                buffer = buffer ^ 1
-                turn = turn ^ (buffer ^ 1)
-                total = self.next_count(base, buffer, turn)
+                    hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
+                self.pass_on(("k", "v"), base, behind, start + total, lane)
+                start = self.folded(start + total)
+            self.record_read(base, buffer, lane)
+            if token < tile_tokens:
+                row = out + Int64(first + token) * out_token + Int64(head * GROUP + (lane >> 2)) * out_head
+                lse_row = lse + Int64(first + token) * lse_token + Int64(head * GROUP + (lane >> 2)) * lse_head
+                self.write(row, out_head, lse, lse_row, lse_head, O, state, v_scale, bf16_query, lane)
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            total = self.next_count(base, buffer, turn)
 
     @cute.jit
-    def load_query(self, at: Int32, Q: cute.Tensor, grow: cute.Tensor, bf16_query: Int32, lane: Int32):
-        """The warp's 16 rows as A fragments. For a float8 cache bf16 rows become fp16, each times a power of two; the
-        scales of the logits make up for it.
-        """
-        row = (lane & 7) + ((lane >> 3) & 1) * 8
-        for step in cutlass.range_constexpr(8):
-            chunk = (step & 3) * 2 + (lane >> 4)
-            words = mma.load_matrices(at + (step >> 2) * HALF + row * 128 + ((chunk ^ (lane & 7)) << 4))
+    def widen_query(self, at: Int32, state: cute.Tensor, lane: Int32):
+        """The warp's 16 rows of bf16 become fp16, each times a power of two; the scales of the logits make up for it."""
+        for h in cutlass.range_constexpr(2):
+            row = at + ((lane >> 2) + 8 * h) * 128 + (lane & 3) * 16 + (lane & 4) * 16
+            places = [(row ^ (64 * part)) + half * HALF for half in range(2) for part in range(2)]
+            loaded = [w for place in places for w in smem.load_i32x4(place)]
+            pairs = [ptx.unpack_bf16(w) for w in loaded]
+            top = softmax.row_maximum([ptx.absolute(x) for pair in pairs for x in pair])
+            exponent = ptx.maximum_i32(ptx.f32_bits(top) >> 23, Int32(15))  # biased
+            shrink = ptx.f32_from_bits((268 - exponent) << 23)
+            grow = ptx.f32_from_bits((exponent - 14) << 23)
+            scaled = [ptx.pack_fp16(a * shrink, b * shrink) for a, b in pairs]
             for i in cutlass.range_constexpr(4):
-                Q[4 * step + i] = words[i]
-        if cutlass.const_expr(self.fp8):
-            if bf16_query != 0:
-                for h in cutlass.range_constexpr(2):
-                    places = [4 * step + 2 * part + h for step in range(8) for part in range(2)]
-                    pairs = [ptx.unpack_bf16(Q[i]) for i in places]
-                    top = softmax.row_maximum([ptx.absolute(x) for pair in pairs for x in pair])
-                    exponent = ptx.maximum_i32(ptx.f32_bits(top) >> 23, Int32(15))  # biased
-                    shrink = ptx.f32_from_bits((268 - exponent) << 23)
-                    grow[h] = ptx.f32_from_bits((exponent - 14) << 23)
-                    for n in cutlass.range_constexpr(16):
-                        Q[places[n]] = ptx.pack_fp16(pairs[n][0] * shrink, pairs[n][1] * shrink)
+                smem.store_i32x4(places[i], scaled[4 * i : 4 * i + 4])
+            state[6 + h] = ptx.maximum(state[6 + h] * grow, Float32(softmax.SMALLEST))
+        tma.fence_async()
 
-    def begin(self, state, grow, scale):
+    def begin(self, O, state, scale):
         to_log2 = scale * Float32(softmax.LOG2_E)
         size = ptx.maximum(ptx.absolute(to_log2), Float32(softmax.SMALLEST))
         for i in range(2):
             state[i], state[2 + i] = Float32(softmax.EMPTY), Float32(0.0)
-            state[4 + i] = Float32(1.0)
-            state[6 + i] = ptx.maximum(size * grow[i], Float32(softmax.SMALLEST)) if self.fp8 else size
-
-    @cute.jit
-    def finish(
-        self,
-        base: Int32,
-        buffer: Int32,
-        O: cute.Tensor,
-        state: cute.Tensor,
-        token: Int32,
-        output: tuple,
-        bf16_query: Int32,
-        lane: Int32,
-    ):
-        """Writes the warp's rows of the tile in `buffer`, whose record is done with."""
-        out, lse, out_token, out_head, lse_token, lse_head = output
-        record = base + self.records_at + buffer * RECORD
-        first = smem.load_i32(record + 4 * FIRST)
-        tile_tokens = smem.load_i32(record + 4 * TILE_TOKENS)
-        v_scale = smem.load_f32(record + 4 * V_SCALE)
-        head = smem.load_i32(record + 4 * HEAD)
-        self.record_read(base, buffer, lane)
-        if token < tile_tokens:
-            row = out + Int64(first + token) * out_token + Int64(head * GROUP + (lane >> 2)) * out_head
-            lse_row = lse + Int64(first + token) * lse_token + Int64(head * GROUP + (lane >> 2)) * lse_head
-            self.write(row, out_head, lse, lse_row, lse_head, O, state, v_scale, bf16_query, lane)
+            state[4 + i], state[6 + i] = Float32(1.0), size
+        for i in range(64):
+            O[i] = Float32(0.0)
 
     @cute.jit
     def write(
@@ -430,8 +338,6 @@ class PrefillUnion(UnionLoaders):
     def pair(self, values, bf16_query):
         if self.dtype == "bf16":
             return ptx.pack_bf16(*values)
-        if self.dtype == "f16":
-            return ptx.pack_fp16(*values)
         return ptx.select(bf16_query != 0, ptx.pack_bf16(*values), ptx.pack_fp16(*values))
 
     # ---- the kernel
@@ -503,8 +409,8 @@ class PrefillUnion(UnionLoaders):
         else:
             hopper.take_registers(self.registers[1])
             group = (warp - self.first_consumer) >> 2
-            output = (out, lse, out_token, out_head, lse_token, lse_head)
-            self.consume(base, output, bf16_query, group, warp & 3, lane)
+            strides = (out_token, out_head, lse_token, lse_head)
+            self.consume(base, out, lse, *strides, bf16_query, group, warp & 3, lane)
 
     @cute.jit
     def entry(

@@ -40,6 +40,9 @@ Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
   if (wanted != Formulation::automatic && wanted != Formulation::decode)
     require(here ? nullptr : "the prefill kernels are compiled for compute capability 9.0 only");
   switch (wanted) {
+    case Formulation::union_widened:
+      require(a.k_cache.element_size() == 1 ? nullptr : "only a float8 cache is widened");
+      [[fallthrough]];
     case Formulation::union_tiles:
       require(union_refuses(a));
       return wanted;
@@ -65,11 +68,13 @@ Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
 void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap) {
   switch (plan) {
     case Formulation::union_tiles:
-      return prefill_union(a, union_lists(a, false), false);
+      return prefill_union(a, union_lists(a, false, 0, union_widens(a)), false);
+    case Formulation::union_widened:
+      return prefill_union(a, union_lists(a, false, 0, true), false);
     case Formulation::kv_stationary:
       return prefill_kv_stationary(a, nullptr);
     case Formulation::by_sequence: {
-      const UnionLists lists = union_lists(a, true);
+      const UnionLists lists = union_lists(a, true, 0, union_widens(a));
       prefill_union(a, lists, true);
       return prefill_kv_stationary(a, lists.choice);
     }

@@ -16,6 +16,7 @@ constexpr double union_threshold(std::int64_t kv_bytes) { return kv_bytes == 1 ?
 // Where the lists of all tiles lie: neutral/union.py says what they hold.
 struct UnionLists {
   std::int64_t slots, capacity;
+  bool by_entry;  // `pages` counts entries of the page table
   void *tiles, *counts, *words, *pages;
   void* choice;                  // int32 [B]: 1 where a sequence takes the KV-stationary formulation
   torch::stable::Tensor memory;  // all of the above
@@ -28,10 +29,14 @@ std::int64_t union_workspace_bytes(const DecodeArguments& a);
 // the checks of aot_sparse_attention.
 const char* union_refuses(const DecodeArguments& a);
 
-// neutral/union.py: the lists, and with `choose` the choice for each sequence. `threshold` 0: union_threshold.
-UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold = 0);
+// Whether the forward takes a copy of a float8 cache that is widened once (sm90/prefill_widen.py): by shapes.
+bool union_widens(const DecodeArguments& a);
 
-// sm90/prefill_union.py. Writes the rows of sequences that take this formulation (all without a choice, and those past
+// neutral/union.py: the lists, and with `choose` the choice for each sequence. `threshold` 0: union_threshold.
+// `by_entry`: for a widened copy.
+UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold = 0, bool by_entry = false);
+
+// sm90/prefill_union.py, after sm90/prefill_widen.py for lists by entry. Writes the rows of sequences that take this formulation (all without a choice, and those past
 // the last sequence in any case).
 void prefill_union(const DecodeArguments& a, const UnionLists& lists, bool by_choice);
 
