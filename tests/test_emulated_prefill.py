@@ -198,6 +198,23 @@ def test_several_union_tiles_a_cta(emulation, dtypes):
     oracle.check_attention(*got, *expected(case))
 
 
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, E5M2)], ids=lambda d: str(d[1])[6:])
+@pytest.mark.parametrize("tokens", [150, 250])
+def test_tiles_are_given_out_once(emulation, dtypes, tokens):
+    """Three rounds and five, the last one not full, tiles of very different lengths; with a choice and without."""
+    q, kv = dtypes
+    case = cases.make([tokens], [600], heads=(256, 16), dtype=q, kv_dtype=kv, topk=3, seed=tokens)
+    case.ids[::3, ::2, 1:] = -1
+    case.ids[-40:, 5:8] = -1
+    want = expected(case)
+    got = attend(case, "union")
+    oracle.check_attention(*got, *want)
+    case.ids[:] = case.ids[:1] % 4  # all tokens the same: union tiles are chosen
+    with emulation.policy("random1"):
+        chosen = by_sequence(case)
+    same_bits(chosen, attend(case, "union"), "chosen")
+
+
 @pytest.mark.parametrize("kv", [BF16, E4M3], ids=lambda d: str(d)[6:])
 def test_chunks_of_tokens(emulation, kv):
     """More than one unit, segment and chunk, with requests across their borders."""
