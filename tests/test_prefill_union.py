@@ -109,7 +109,7 @@ def a_shape_decides_when_a_cache_is_widened(driver):
     for kv, tokens, batch, width, want in (
         ("float8_e4m3fn", 1024, 1, 128, True), ("float8_e4m3fn", 1023, 1, 64, False),
         ("float8_e4m3fn", 1024, 1, 129, False), ("float8_e5m2", 2048, 2, 128, True),
-        ("float8_e5m2", 20000, 4, 256, True), ("float8_e5m2", 20000, 4, 257, False), ("bfloat16", 1024, 1, 16, False),
+        ("float8_e5m2", 40000, 4, 512, True), ("float8_e5m2", 40000, 4, 513, False), ("bfloat16", 1024, 1, 16, False),
     ):  # fmt: skip
         for formulation in (UNION, BY_SEQUENCE):
             attend(*problem(kv=kv, tokens=tokens, batch=batch, width=width), 0, True, formulation)
@@ -137,9 +137,11 @@ def the_choice_goes_to_both_formulations(driver):
 @check
 def the_threshold_follows_the_cache(driver):
     attend = operators().aot_sparse_attention
-    for kv, threshold in (("bfloat16", 1.75), ("float8_e4m3fn", 1.5), ("float8_e5m2", 1.5)):
+    for kv, tokens, threshold in (
+        ("bfloat16", 2000, 1.75), ("float8_e4m3fn", 1000, 1.5), ("float8_e5m2", 1000, 1.5), ("float8_e4m3fn", 2000, 1.75),
+    ):  # fmt: skip
         driver.launches.clear()
-        attend(*problem(kv=kv), 0, True, BY_SEQUENCE)
+        attend(*problem(kv=kv, tokens=tokens), 0, True, BY_SEQUENCE)
         assert driver.launches[1].params[-1] == threshold
 
 
