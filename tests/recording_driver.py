@@ -50,6 +50,7 @@ class Launch:
     shared_bytes: int
     stream: int
     params: list
+    cluster: int = 1  # CTAs
     overlap: int = 0  # may start before its predecessor in the stream has ended
     carveout: int = -1  # percent of shared memory asked for, or -1
 
@@ -97,6 +98,7 @@ class RecordingDriver:
             else:
                 values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
-        launch.overlap, launch.carveout = self.last_overlap, self.library.recording_last_carveout()
+        launch.cluster, launch.overlap = self.last_cluster, self.last_overlap
+        launch.carveout = self.library.recording_last_carveout()
         self.launches.append(launch)
         return 0

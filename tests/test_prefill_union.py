@@ -28,7 +28,7 @@ def problem(q="bfloat16", kv="bfloat16", tokens=2000, batch=2, heads=(32, 2), pa
 
 def plan(arguments, formulation=0):
     query, k_cache, v_cache, ids, table, cu, used = arguments[2:9]
-    return operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)
+    return operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)[0]
 
 
 @check
@@ -99,7 +99,12 @@ def a_widened_cache_is_packed_by_entry(driver):
         for found, base in zip(forward.params[1:3], copies):
             assert found.base == base and list(found.extents) == [128, page, 2, 27]
             assert list(found.strides) == [256, page * 256, 2 * page * 256] and list(found.box) == [64, page, 1, 1]
-    assert "only a float8 cache" in error_of(attend, *problem(), 0, True, WIDENED)
+    arguments = problem(kv="float8_e4m3fn", tokens=4096)
+    arguments[3], arguments[4] = (x.reshape(-1, 2, 1, 128) for x in arguments[3:5])
+    attend(*arguments, 0, True, UNION)
+    assert "prefill_union_e4m3" in driver.launches.pop().entry
+    assert "only a float8 cache of pages" in error_of(attend, *arguments, 0, True, WIDENED)
+    assert "only a float8 cache of pages" in error_of(attend, *problem(), 0, True, WIDENED)
 
 
 @check
@@ -197,6 +202,31 @@ def other_architectures_decode(driver):
         assert "compute capability 9.0 only" in error_of(plan, problem(), formulation)
     assert plan(problem(), DECODE) == DECODE
     assert not driver.launches
+
+
+@check
+def reports_its_workspace(driver):
+    """By formulation, what a call allocates beside its results; never more than 1 GiB for 131,072 tokens of 64/4 heads."""
+    import torch
+
+    plan_of = operators().aot_attention_plan
+    for tokens, width in ((40, 4), (4096, 64), (131072, 1024)):
+        q, cache = torch.empty(tokens, 64, 128, dtype=torch.bfloat16), torch.zeros(4, 4, 128, 128, dtype=torch.bfloat16)
+        ids = torch.zeros(1, 4, 16, dtype=torch.int32).expand(tokens, 4, 16)
+        table, cu, used = (torch.zeros(n, dtype=torch.int32) for n in ((1, width), 2, 1))
+        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number) for number in (1, 2, 3, 4)}
+        assert all(number == plan for number, (plan, _) in found.items())
+        union, kv_stationary, decode, both = (found[number][1] for number in (1, 2, 3, 4))
+        lists = operators().aot_union_lists(q, cache, ids, table, cu, used, True)
+        assert union == lists.numel() and decode == 0 and kv_stationary > 0
+        assert both == union + kv_stationary <= 1 << 30
+        # A float8 cache widened first: while the copies are there, the partial results are not.
+        cache = cache.to(torch.float8_e4m3fn)
+        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number)[1] for number in (1, 2, 4, 5)}
+        copies, partials = 2 * width * 4 * 128 * 256, found[2]
+        assert found[5] == union + copies and found[1] == union + (0 if tokens < 1024 else copies)
+        assert found[4] == union + max(partials, 0 if tokens < 1024 else copies) <= 1 << 30
+    driver.launches.clear()
 
 
 @needs_variant

@@ -276,11 +276,12 @@ class Dense(FlashAttentionForwardSm90):
 
     @cute.jit
     def fill_empty(self, output, thread: Int32):
-        """Rows that see nothing: output 0 (in a split nothing, for the merge skips it) and LSE -inf."""
+        """Rows that see nothing: output 0 and LSE -inf. In a split too: the merge loads them before it has the LSE."""
         for row in cutlass.range(thread >> 4, output.rows, self.num_mma_threads // 16, unroll=1):
             out, lse_at = output.address(row)
-            if output.splits == 1:
-                ptx.store_words(out + Int64((thread & 15) * 16), [Int32(0)] * 4)
+            ptx.store_words(out + Int64((thread & 15) * 16), [Int32(0)] * 4)
+            if output.splits > 1:  # fp32: twice the bytes
+                ptx.store_words(out + Int64(256 + (thread & 15) * 16), [Int32(0)] * 4)
             if ((thread & 15) == 0) & (output.lse != 0):
                 ptx.store_f32(lse_at, -Float32.inf)
 

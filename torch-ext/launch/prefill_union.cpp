@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cache.h"
 #include "cubins.h"
 #include "launch.h"
 #include "tensor_map.h"
@@ -70,7 +71,7 @@ struct Shape {
         requests(a.seqused_k.size(0)),
         width(a.block_indices.size(2)),
         table(a.block_table.size(1)),
-        page(a.k_cache.size(2)),
+        page(page_tokens(a.k_cache)),
         pages(a.k_cache.size(0)),
         reach(std::min<I64>(table * page, INT32_MAX)),
         blocks((reach + 127) / 128),
@@ -99,14 +100,6 @@ struct Layout {
 };
 
 int device_of(const DecodeArguments& a) { return a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index()); }
-
-// One block's box: its 128 keys in one or two pages, 128 bytes of the head dimension at a time.
-Map cache_map(const Tensor& cache) {
-  const I64 size = cache.element_size(), page = cache.size(2);
-  return launch::tensor_map(cache.data_ptr(), static_cast<int>(size), {128, page, cache.size(1), cache.size(0)},
-                            {cache.stride(2) * size, cache.stride(1) * size, cache.stride(0) * size},
-                            {size == 1 ? 128u : 64u, static_cast<unsigned>(page), 1, 1});
-}
 
 bool is_float8(const DecodeArguments& a) { return a.k_cache.element_size() == 1; }
 
@@ -152,6 +145,7 @@ Tensor widen(const DecodeArguments& a, const Shape& s, Address choice) {
 }  // namespace
 
 std::int64_t union_workspace_bytes(const DecodeArguments& a) { return Layout(Shape(a)).bytes; }
+std::int64_t union_copies_bytes(const DecodeArguments& a) { return widened_bytes(Shape(a)); }
 
 const char* union_refuses(const DecodeArguments& a) {
   const Shape s(a);
@@ -173,7 +167,7 @@ const char* union_refuses(const DecodeArguments& a) {
 
 bool union_widens(const DecodeArguments& a) {
   const Shape s(a);
-  return is_float8(a) && s.tokens >= kLeastTokensWidened &&
+  return is_float8(a) && !has_slots(a.k_cache) && s.tokens >= kLeastTokensWidened &&
          s.tokens * kEntryTokensWidened >= s.requests * s.table * s.page && widened_bytes(s) <= kMostWidenedBytes;
 }
 

@@ -26,6 +26,9 @@ struct UnionLists {
 // Bytes of the lists, by shapes alone.
 std::int64_t union_workspace_bytes(const DecodeArguments& a);
 
+// And of the widened copies of a float8 cache, which live as long as the call of prefill_union.
+std::int64_t union_copies_bytes(const DecodeArguments& a);
+
 // Why the union formulation cannot take this call, or null. Shapes, dtypes and strides only; the arguments have passed
 // the checks of aot_sparse_attention.
 const char* union_refuses(const DecodeArguments& a);
