@@ -9,7 +9,7 @@ from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
-PLACES = 3
+PLACES, PAIR_BLOCKS = 3, 256
 EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
 STAGES = ("invert_count", "invert_scan", "invert_scatter")
 
@@ -63,22 +63,23 @@ def packs_every_parameter(driver):
         arguments = (out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, page == 64, k_scale, v_scale)
         count, scan, scatter, forward, combine = launches(driver, *arguments, formulation)
         blocks, page_bits, causal = 6 * page // 128, 7 if page == 128 else 6, int(page == 64)
+        bins = -(-blocks // 2) * 3
         units, segments, tile = 2 + 2, 1 + 2, 128 // rows
-        tiles = tokens * heads * 7 // tile + segments * heads * blocks
+        tiles = tokens * heads * 7 // tile + segments * heads * bins
         where = [ids.data_ptr(), table.data_ptr(), cu.data_ptr(), used.data_ptr()]
         strides = [s * 4 for s in ids.stride()] + [table.stride(0) * 4]
-        shape = [tokens, 2, heads, 7, 6, 9, page_bits, 6 * page, blocks, causal]
+        shape = [tokens, 2, heads, 7, 6, 9, page_bits, 6 * page, blocks, causal, PAIR_BLOCKS]
 
         assert [x.entry for x in (count, scan, scatter)] == [entry(name) for name in STAGES]
         assert count.grid == scatter.grid == (units, heads, 1) and scan.grid == (segments, heads, 1)
         counts, state = count.params[5:7]
         assert count.params[:5] == [*where, formulation.data_ptr()] and count.params[7:] == strides + shape
-        bins, row_tiles = scan.params[4:6]
+        bins_at, row_tiles = scan.params[4:6]
         assert scan.params[:4] == [cu.data_ptr(), used.data_ptr(), formulation.data_ptr(), counts]
         tile_bits = 3 if rows == 16 else 4
         assert scan.params[6:] == [tokens, 2, heads, 6 * page, blocks, 11, heads, tile_bits]
         chunks, tile_heads, entries = scatter.params[8:11]
-        assert scatter.params[:8] == [*where, state, counts, bins, row_tiles]
+        assert scatter.params[:8] == [*where, state, counts, bins_at, row_tiles]
         assert scatter.params[11:] == [*strides, *shape, 11, heads, tile_bits, segments, tiles]
 
         assert forward.entry == entry(f"prefill_{short[q]}_{short[kv]}_r{rows}")
@@ -109,7 +110,7 @@ def packs_every_parameter(driver):
 
         # The parts of the workspace don't meet.
         parts = {
-            counts: units * heads * blocks * 4, state: tokens * heads * 8, bins: segments * heads * blocks * 8,
+            counts: units * heads * bins * 4, state: tokens * heads * 8, bins_at: segments * heads * bins * 8,
             row_tiles: segments * heads * 4, chunks: 8, tile_heads: tiles * 32, entries: tiles * tile * 4,
             partials: tokens * heads * 7 * rows * 256, sums: tokens * heads * 7 * rows * 8,
         }  # fmt: skip

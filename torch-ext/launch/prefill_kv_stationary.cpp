@@ -24,8 +24,8 @@ using CountParams =
     launch::Params<Address, Address, Address, Address, Address,  // ids, page table, offsets, lengths, formulation
                    Address, Address,                             // counts, state
                    I64, I64, I64, I64,                           // bytes: ids token, head, slot; page table row
-                   I32, I32, I32, I32, I32, I32, I32, I32, I32,
-                   I32>;  // T, B, Hkv, K, M, P, log2 page, reach, blocks, causal
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,
+                   I32>;  // T, B, Hkv, K, M, P, log2 page, reach, blocks, causal, pair blocks
 using ScanParams = launch::Params<Address, Address, Address, Address, Address, Address,  // offsets, lengths,
                                                                                          // formulation, counts, bins,
                                                                                          // rows
@@ -35,7 +35,7 @@ using ScatterParams =
     launch::Params<Address, Address, Address, Address, Address,           // ids, page table, offsets, lengths, state
                    Address, Address, Address, Address, Address, Address,  // counts, bins, rows, chunks, heads, entries
                    I64, I64, I64, I64,                                    // as CountParams
-                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,      // as CountParams
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,  // as CountParams
                    I32, I32, I32, I32, I32>;  // log2 chunk, its heads, log2 tile, segments, most tiles
 using ForwardParams =
     launch::Params<Map, Map, Map,                                // q, K, V
@@ -121,10 +121,13 @@ constexpr int kUnitBits = 8;  // UNIT_BITS of invert.py
 // many blocks; fewer leave less between writing and reading a partial.
 constexpr int kChunkBits = 11, kLongChunkBits = 12;
 constexpr I64 kLongBlocks = 512;
+// Of a token that sees more blocks, none are taken in pairs: it has few pairs, and the third bin of a pair leaves one tile
+// more partly filled.
+constexpr I32 kPairBlocks = 256;
 constexpr I64 kPlaces = 3;           // chunks whose partial results are kept: see sm90/prefill.py, Chunks
 constexpr I64 kMostFusedSlots = 16;  // SLOTS of shared/partials.py
 constexpr I64 kCombiners = 6;        // CTAs of prefill_combine.py that shared memory admits on a multiprocessor
-constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 20;
+constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{384} << 20;
 // A CTA of the forward should have some twenty tiles of 8 tokens a launch: 512 / 64k took 0.167, 0.157 and 0.163 ms
 // with 4, 2 and 1 heads a chunk.
 constexpr I64 kLeastChoices = 16384;
@@ -137,7 +140,7 @@ I64 partial_bytes(I64 slots, int rows) { return slots * rows * 256; }
 I64 sums_bytes(I64 slots, int rows) { return slots * rows * 8; }
 
 struct Shape {
-  I64 tokens, heads, requests, width, table, page, pages, blocks, group, reach;
+  I64 tokens, heads, requests, width, table, page, pages, blocks, bins, group, reach;
   explicit Shape(const DecodeArguments& a)
       : tokens(a.q.size(0)),
         heads(a.k_cache.size(1)),
@@ -147,6 +150,7 @@ struct Shape {
         page(a.k_cache.size(2)),
         pages(a.k_cache.size(0)),
         blocks(ceil_div(table * page, 128)),
+        bins(ceil_div(blocks, 2) * 3),
         group(a.q.size(1) / heads),
         reach(std::min<I64>(table * page, INT32_MAX)) {}
 };
@@ -162,9 +166,9 @@ struct Workspace {
       return start;
     };
     const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * p.chunk_heads * s.width;
-    counts = take(p.units * s.heads * s.blocks * 4);
+    counts = take(p.units * s.heads * s.bins * 4);
     state = take(s.tokens * s.heads * 8);
-    bins = take(p.segments * s.heads * s.blocks * 8);
+    bins = take(p.segments * s.heads * s.bins * 8);
     rows = take(p.segments * s.heads * 4);
     chunks = take((p.chunks + 1) * 4);
     heads = take(p.most_tiles * kHeadBytes);
@@ -216,7 +220,8 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
                    page_bits,
                    narrow(s.reach),
                    narrow(s.blocks),
-                   causal}});
+                   causal,
+                   kPairBlocks}});
   run(cubins::invert_scan, segments, device,
       ScanParams{{a.cu_seqlens_q.data_ptr(), a.seqused_k.data_ptr(), formulation, base + w.counts, base + w.bins,
                   base + w.rows, narrow(s.tokens), narrow(s.requests), narrow(s.heads), narrow(s.reach),
@@ -247,6 +252,7 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
                      narrow(s.reach),
                      narrow(s.blocks),
                      causal,
+                     kPairBlocks,
                      p.chunk_bits,
                      p.chunk_heads,
                      tile_bits,
@@ -280,7 +286,7 @@ KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits, in
   p.segments = p.token_chunks + s.requests;
   // Every bin may leave one tile partly filled.
   const I64 choices = s.tokens * s.heads * s.width;
-  p.most_tiles = choices / (128 / p.rows) + std::min(p.segments * s.heads * s.blocks, choices);
+  p.most_tiles = choices / (128 / p.rows) + std::min(p.segments * s.heads * s.bins, choices);
   p.workspace_bytes = Workspace(s, p).bytes;
   return p;
 }
@@ -297,9 +303,9 @@ const char* kv_stationary_refuses(const DecodeArguments& a) {
       if (!launch::fits_tensor_map(cache->size(i), cache->stride(i) * size))
         return "the KV-stationary prefill takes strides of the caches that a tensor map can hold";
   const KvStationaryPlan p = plan_kv_stationary(a);
-  const I64 bins = p.segments * s.heads * s.blocks;
-  if (bins >= INT32_MAX || p.most_tiles >= INT32_MAX ||
-      p.units * s.heads * s.blocks * 4 + bins * 8 > kMostListBytes + s.tokens * s.heads * s.width * 16)
+  const I64 bins = p.segments * s.heads * s.bins;
+  if (bins >= INT32_MAX / 2 || p.most_tiles >= INT32_MAX ||
+      p.units * s.heads * s.bins * 4 + bins * 8 > kMostListBytes + s.tokens * s.heads * s.width * 16)
     return "the KV-stationary prefill would need too large lists for this many sequences and this wide a page table";
   return nullptr;
 }
