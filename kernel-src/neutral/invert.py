@@ -17,8 +17,9 @@ Pieces (shared/pieces.py)
     unit     the tokens of one sequence in an aligned span of 256; a CTA of 256 threads is a unit and KV head, a thread a
              token
     segment  the tokens of one sequence in 2^chunk_bits tokens. Row = (segment, KV head)
-    A chunk of the later stages is 2^chunk_bits tokens x `chunk_heads` KV heads (a divisor of Hkv); its rows, and so its
-    tiles, lie side by side. Chunks are counted by heads first: all of the first heads, then all of the next.
+    A chunk of the later stages is 2^chunk_bits tokens x `chunk_heads` KV heads; its rows, and so its tiles, lie side by
+    side. Chunks are counted by heads first: all of the first heads, then all of the next. Heads from `tail_head` on may be
+    cut finer (2^tail_bits tokens x tail_heads), so that little is left to combine behind the last chunk.
 
 Three launches
     count    a bitmap of 256 tokens for each block, in shared memory, filled by atomic or; population counts of pairs of
@@ -31,9 +32,9 @@ Three launches
 
 Arrays (int32; bins = 3 for each pair of blocks)
     counts   [units, Hkv, bins]          count; after scan: choices of the bin in earlier units
-    bins     [segments, Hkv, bins, 2]    first tile within the row, choices
-    rows     [segments, Hkv]             tiles of a row
-    chunks   [Hkv / chunk_heads, chunks of tokens] + 1   first tile of a chunk
+    bins     [rows, bins, 2]             first tile within the row, choices
+    rows     [rows]                      tiles of a row
+    chunks   [chunks] + 1                first tile of a chunk
     heads    [tiles, 8]                  bin number = 4 (row * pairs + pair) + kind (0 first, 1 both, 2 second), KV head |
                                          tokens << 16, page of the first half, of the second half, a + (0), last visible
                                          column | first visible column << 8, pages of the second block's halves
@@ -142,10 +143,21 @@ def takes_part(formulation: Int64, sequence: Int32, requests: Int32):
     return Int32(chosen == 1)
 
 
-def row_of(segment, head, segments, chunk_heads):
-    """Rows in the order of the tiles: (group of `chunk_heads` KV heads, segment, head)."""
-    group = head // chunk_heads
-    return (group * segments + segment) * chunk_heads + head - group * chunk_heads
+def cut_of(head, requests, tokens, chunk_bits, chunk_heads, tail_head, tail_bits, tail_heads):
+    """How a KV head is cut: (log2 tokens of a chunk, its heads, which of them this one is, number of the first chunk and of
+    the first row of its heads, segments)."""
+    tail = Int32(head >= tail_head)
+    bits, together = ptx.select_value(tail, tail_bits, chunk_bits), ptx.select_value(tail, tail_heads, chunk_heads)
+    main_chunks, chunks = count_of(tokens, chunk_bits), count_of(tokens, bits)
+    before = tail * tail_head
+    group = (head - before) // together
+    first_chunk = before // chunk_heads * main_chunks + group * chunks
+    first_row = before * (main_chunks + requests) + group * together * (chunks + requests)
+    return bits, together, head - before - group * together, first_chunk, first_row, chunks + requests
+
+
+def count_of(tokens, bits):
+    return (tokens + (Int32(1) << bits) - 1) >> bits
 
 
 @cute.jit
@@ -364,13 +376,18 @@ class Scan:
         blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
+        tail_head: Int32,
+        tail_bits: Int32,
+        tail_heads: Int32,
         tile_bits: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         segment, head, _ = cute.arch.block_idx()
         lane, warp = thread & 31, thread >> 5
         base = smem.base(128)
-        piece = pieces.find(cu_seqlens, seqused, segment, chunk_bits, requests, tokens, lane)
+        cut = cut_of(head, requests, tokens, chunk_bits, chunk_heads, tail_head, tail_bits, tail_heads)
+        bits, together, which, _, first_row, segments = cut
+        piece = pieces.find(cu_seqlens, seqused, segment, bits, requests, tokens, lane)
         span, sequence, first, last, stop, used = piece
         used = ptx.clamp(used, Int32(0), reach) * takes_part(formulation, sequence, requests)
         used = ptx.select(first < last, used, Int32(0))
@@ -379,8 +396,7 @@ class Scan:
         row_bins, bins_of_row = bins_of(ptx.minimum_i32((used + 127) >> 7, blocks)), bins_of(blocks)
         first_unit = (first >> UNIT_BITS) + sequence
         last_unit = ((last - 1) >> UNIT_BITS) + sequence
-        segments, _, _ = cute.arch.grid_dim()
-        row = Int64(row_of(segment, head, segments, chunk_heads))
+        row = Int64(first_row + segment * together + which)
         unit_step = Int64(heads) * Int64(bins_of_row) * 4
         done = Int32(0)  # tiles of the bins before this round's
         for at in cutlass.range(0, row_bins, THREADS, unroll=1):
@@ -412,7 +428,8 @@ class Scan:
                 ptx.store_words(at_bin, [before + upto - tiles, total])
             done = all_tiles
             ptx.barrier()
-        if thread == 0:
+        # The grid is as wide as the head with the most segments needs.
+        if (thread == 0) & (segment < segments):
             ptx.store_words(rows + row * 4, [done])
 
     @cute.jit
@@ -431,6 +448,9 @@ class Scan:
         blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
+        tail_head: Int32,
+        tail_bits: Int32,
+        tail_heads: Int32,
         tile_bits: Int32,
         stream: cuda.CUstream,
     ):
@@ -448,6 +468,9 @@ class Scan:
             blocks,
             chunk_bits,
             chunk_heads,
+            tail_head,
+            tail_bits,
+            tail_heads,
             tile_bits,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
@@ -486,8 +509,10 @@ class Scatter:
         pair_blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
+        tail_head: Int32,
+        tail_bits: Int32,
+        tail_heads: Int32,
         tile_bits: Int32,
-        segments: Int32,
         most_tiles: Int32,  # that `heads_out` and `entries` hold
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -501,12 +526,13 @@ class Scatter:
         if first < last:
             real = sequence < requests
             used = ptx.clamp(used, Int32(0), reach)
-            chunk = span >> (chunk_bits - UNIT_BITS)
-            row = row_of(chunk + sequence, head, segments, chunk_heads)
+            cut = cut_of(head, requests, tokens, chunk_bits, chunk_heads, tail_head, tail_bits, tail_heads)
+            bits, together, which, number, first_row, _ = cut
+            chunk = span >> (bits - UNIT_BITS)
+            row = first_row + (chunk + sequence) * together + which
             first_tile = self.tiles_before(rows, row, base + SUMS_AT, thread, lane, warp)
-            group = head // chunk_heads
-            number = group * ((tokens + (Int32(1) << chunk_bits) - 1) >> chunk_bits) + chunk
-            if (thread == 0) & (head == group * chunk_heads) & (first == (chunk << chunk_bits)):
+            number = number + chunk
+            if (thread == 0) & (which == 0) & (first == (chunk << bits)):
                 ptx.store_words(chunks + Int64(number) * 4, [first_tile])
             if (thread == 0) & (head == heads - 1) & (last == tokens):
                 own = ptx.load_i32(rows + Int64(row) * 4)
@@ -530,8 +556,8 @@ class Scatter:
             unit_counts = counts + (Int64(unit) * Int64(heads) + Int64(head)) * Int64(bins_of(blocks)) * 4
             row_bins = bins + Int64(row) * Int64(bins_of(blocks)) * 8
             first_pair = row * (blocks + 1 >> 1)
-            local = token - (chunk << chunk_bits)
-            shift = ptx.select(causal != 0, (chunk << chunk_bits) + used - stop, Int32(NEVER))
+            local = token - (chunk << bits)
+            shift = ptx.select(causal != 0, (chunk << bits) + used - stop, Int32(NEVER))
             tile = Int32(1) << tile_bits
             word, bit = warp * 4, Int32(1) << lane
             merged = Int32(0)  # slots without a partial of their own
@@ -549,24 +575,25 @@ class Scatter:
                         place = loaded[i] - window
                         smem.or_i32_if(base + place * 32 + word, bit, Int32((place >= 0) & (place < size)))
                 ptx.barrier()
-                all_pairing = load_pairing(base)
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
                     if width > SLOTS:
                         load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
                     for half in cutlass.range_constexpr(0, SLOTS, LOOKED_UP):
                         blocks_here = [loaded[half + i] for i in range(LOOKED_UP)]
-                        here, gone, kinds = self.choices(base + word, bit, blocks_here, window, size, pairing)
+                        kinds, gone = self.choices(base + word, bit, blocks_here, window, size, pairing)
                         for i in cutlass.range_constexpr(LOOKED_UP):
                             merged = merged | (gone[i] << (slot + half + i))
                         numbers = [(blocks_here[i] >> 1) * 3 + kinds[i] for i in range(LOOKED_UP)]
-                        places = self.look_up(unit_counts, row_bins, numbers, here)
+                        there = [Int32(kind >= 0) for kind in kinds]
+                        places = self.look_up(unit_counts, row_bins, numbers, there)
                         for i in cutlass.range_constexpr(LOOKED_UP):
                             block, kind = blocks_here[i], kinds[i]
-                            if here[i] != 0:
+                            if kind >= 0:
                                 before, start, count = places[i]
                                 place = block - window
                                 own, other = bits_of(base, place), bits_of(base, place ^ 1)
                                 flip = ptx.select(kind == 1, Int32(0), Int32(-1))
+                                all_pairing = load_pairing(base)
                                 words = [a & ((b & c) ^ flip) for a, b, c in zip(own, other, all_pairing)]
                                 rank = before + total_bits(below(words, warp))
                                 at = first_tile + start + (rank >> tile_bits)
@@ -599,20 +626,19 @@ class Scatter:
         ptx.store_words(at + 16, [shift, columns, *second])
 
     def choices(self, words, bit, blocks, window, size, pairing):
-        """Of the slots loaded: whether it is one of the window with a bin of its own; one whose bin is that of the pair's
-        first block; which of the pair's bins."""
-        here, gone, kinds = [], [], []
-        for i in range(len(blocks)):
-            place = blocks[i] - window
+        """Of some slots: which of the pair's bins (-1: none, or no choice of this window), and whether there is none
+        because the slot of the pair's first block stands for both."""
+        kinds, gone = [], []
+        for block in blocks:
+            place = block - window
             inside = Int32((place >= 0) & (place < size))
             at = ptx.select(inside != 0, place, Int32(0))
             other = smem.load_i32(words + (at ^ 1) * 32) & bit
             both = ptx.select(other != 0, pairing, Int32(0))
-            second = blocks[i] & 1
-            gone.append(inside & both & second)
-            here.append(inside & (1 - gone[i]))
-            kinds.append(ptx.select(both != 0, Int32(1), second * 2))
-        return here, gone, kinds
+            gone.append(inside & both & block)
+            kind = ptx.select(both != 0, Int32(1), (block & 1) * 2)
+            kinds.append(ptx.select((inside & (1 - gone[-1])) != 0, kind, Int32(-1)))
+        return kinds, gone
 
     def look_up(self, unit_counts, row_bins, numbers, ok):
         """Of each bin: (choices in earlier units, first tile within the row, choices)."""
@@ -670,8 +696,10 @@ class Scatter:
         pair_blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
+        tail_head: Int32,
+        tail_bits: Int32,
+        tail_heads: Int32,
         tile_bits: Int32,
-        segments: Int32,
         most_tiles: Int32,
         stream: cuda.CUstream,
     ):
@@ -704,15 +732,24 @@ class Scatter:
             pair_blocks,
             chunk_bits,
             chunk_heads,
+            tail_head,
+            tail_bits,
+            tail_heads,
             tile_bits,
-            segments,
             most_tiles,
-        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
+        ).launch(
+            grid=[1, heads, 1],
+            block=[THREADS, 1, 1],
+            smem=self.dynamic_smem,
+            stream=stream,
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+        )
 
 
 def programs():
     return [
         Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 11),
-        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 8),
-        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 16),
+        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 11),
+        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 18),
     ]

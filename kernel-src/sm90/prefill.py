@@ -135,6 +135,7 @@ class Prefill(TileLoader):
         combine_token: Int32,
         combine_tokens: Int32,
         combine_head: Int32,
+        combine_heads: Int32,
         selective: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -157,7 +158,7 @@ class Prefill(TileLoader):
             hopper.give_registers(REGISTERS[1])
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
-            rows = combine_tokens * chunk_heads
+            rows = combine_tokens * combine_heads
             self.combine.walk(
                 base + self.ring_at,
                 base + self.weights_at,
@@ -177,7 +178,7 @@ class Prefill(TileLoader):
                 v_scale_head,
                 combine_token,
                 combine_head,
-                chunk_heads,
+                combine_heads,
                 kv_heads,
                 group,
                 width,
@@ -507,6 +508,7 @@ class Prefill(TileLoader):
         combine_token: Int32,
         combine_tokens: Int32,
         combine_head: Int32,
+        combine_heads: Int32,
         selective: Int32,
         stream: cuda.CUstream,
     ):
@@ -549,11 +551,12 @@ class Prefill(TileLoader):
             combine_token,
             combine_tokens,
             combine_head,
+            combine_heads,
             selective,
         ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
 
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 4
+    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 5
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
     return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]
