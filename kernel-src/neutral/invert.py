@@ -66,10 +66,11 @@ WINDOW = 1024  # blocks of a bitmap
 BITMAP_BYTES = WINDOW * THREADS // 8
 PAGES_AT = BITMAP_BYTES  # in shared memory: pages of the window
 PAIRING_AT = PAGES_AT + 2 * WINDOW * 4  # a bit for each token: takes its pairs together
-SUMS_AT = PAIRING_AT + THREADS // 8
-SLOTS, LOOKED_UP = 16, 8  # slots whose ids are loaded together, and what scan has found for their bins
+BINS_AT = PAIRING_AT + THREADS // 8  # 8 bytes for each bin of the window: place of the unit's first choice, end of the bin
+SUMS_AT = BINS_AT + WINDOW // 2 * 3 * 8
+SLOTS = 16  # slots whose ids are loaded together
 UNITS = 8  # units whose counts are loaded together
-BATCH = 4  # pages of a thread that are loaded together
+BATCH = 4  # pages, or bins, of a thread that are loaded together
 NEVER = 1 << 24  # added to a local token: past every last visible column
 HEAD_BYTES = 32
 
@@ -220,7 +221,7 @@ def prefix_in_warp(x, lane):
 
 
 class Count:
-    dynamic_smem = SUMS_AT
+    dynamic_smem = BINS_AT
 
     @cute.kernel
     def kernel(
@@ -566,6 +567,8 @@ class Scatter:
             for window in cutlass.range(0, row_blocks, WINDOW, unroll=1):
                 size = ptx.minimum_i32(row_blocks - window, Int32(WINDOW))
                 fetch_pages(base, thread, page_row, window, size, page_width, pages, page_bits)
+                first_bin, bins_here = (window >> 1) * 3, bins_of(size)
+                self.fetch_bins(base, thread, unit_counts, row_bins, first_bin, bins_here, tile_bits)
                 clear_bitmap(base, thread, size)
                 ptx.barrier()
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
@@ -578,40 +581,36 @@ class Scatter:
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
                     if width > SLOTS:
                         load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
-                    for half in cutlass.range_constexpr(0, SLOTS, LOOKED_UP):
-                        blocks_here = [loaded[half + i] for i in range(LOOKED_UP)]
-                        kinds, gone = self.choices(base + word, bit, blocks_here, window, size, pairing)
-                        for i in cutlass.range_constexpr(LOOKED_UP):
-                            merged = merged | (gone[i] << (slot + half + i))
-                        numbers = [(blocks_here[i] >> 1) * 3 + kinds[i] for i in range(LOOKED_UP)]
-                        there = [Int32(kind >= 0) for kind in kinds]
-                        places = self.look_up(unit_counts, row_bins, numbers, there)
-                        for i in cutlass.range_constexpr(LOOKED_UP):
-                            block, kind = blocks_here[i], kinds[i]
-                            if kind >= 0:
-                                before, start, count = places[i]
-                                place = block - window
-                                own, other = bits_of(base, place), bits_of(base, place ^ 1)
-                                flip = ptx.select(kind == 1, Int32(0), Int32(-1))
-                                all_pairing = load_pairing(base)
+                    for i in cutlass.range_constexpr(SLOTS):
+                        place = loaded[i] - window
+                        if (place >= 0) & (place < size):
+                            own, other = bits_of(base, place), bits_of(base, place ^ 1)
+                            partner = smem.load_i32(base + (place ^ 1) * 32 + word) & bit
+                            both = ptx.select(partner != 0, pairing, Int32(0))
+                            if (both & place) != 0:
+                                merged = merged | (Int32(1) << (slot + i))
+                            else:
+                                kind = ptx.select(both != 0, Int32(1), (place & 1) * 2)
+                                flip, all_pairing = both - 1, load_pairing(base)
                                 words = [a & ((b & c) ^ flip) for a, b, c in zip(own, other, all_pairing)]
-                                rank = before + total_bits(below(words, warp))
-                                at = first_tile + start + (rank >> tile_bits)
+                                first_place, end = smem.load_i32x2(base + BINS_AT + ((place >> 1) * 3 + kind) * 8)
+                                there = first_place + total_bits(below(words, warp))
+                                at = first_tile + (there >> tile_bits)
                                 # Either bound can fail where offsets descend: a bin that nobody scanned begins anywhere.
                                 if (at >= 0) & (at < most_tiles):
-                                    entry_at = (Int64(at) << Int64(tile_bits)) + Int64(rank & (tile - 1))
-                                    ptx.store_words(entries + entry_at * 4, [(local << 5) | (slot + half + i)])
-                                    if (rank & (tile - 1)) == 0:
-                                        left = ptx.minimum_i32(count - rank, tile)
-                                        number = (first_pair + (block >> 1)) * 4 + kind
+                                    entry_at = (Int64(at) << Int64(tile_bits)) + Int64(there & (tile - 1))
+                                    ptx.store_words(entries + entry_at * 4, [(local << 5) | (slot + i)])
+                                    if (there & (tile - 1)) == 0:
+                                        left = ptx.minimum_i32(end - there, tile)
+                                        number = (first_pair + (loaded[i] >> 1)) * 4 + kind
                                         self.write_head(
                                             heads_out + Int64(at) * HEAD_BYTES,
                                             base,
                                             place,
                                             page_bits,
                                             [number, head | (left << 16)],
-                                            shift - (block << 7),
-                                            block,
+                                            shift - (loaded[i] << 7),
+                                            loaded[i],
                                             used,
                                         )
                 ptx.barrier()
@@ -625,29 +624,31 @@ class Scatter:
         ptx.store_words(at, [*names, *first])
         ptx.store_words(at + 16, [shift, columns, *second])
 
-    def choices(self, words, bit, blocks, window, size, pairing):
-        """Of some slots: which of the pair's bins (-1: none, or no choice of this window), and whether there is none
-        because the slot of the pair's first block stands for both."""
-        kinds, gone = [], []
-        for block in blocks:
-            place = block - window
-            inside = Int32((place >= 0) & (place < size))
-            at = ptx.select(inside != 0, place, Int32(0))
-            other = smem.load_i32(words + (at ^ 1) * 32) & bit
-            both = ptx.select(other != 0, pairing, Int32(0))
-            gone.append(inside & both & block)
-            kind = ptx.select(both != 0, Int32(1), (block & 1) * 2)
-            kinds.append(ptx.select((inside & (1 - gone[-1])) != 0, kind, Int32(-1)))
-        return kinds, gone
-
-    def look_up(self, unit_counts, row_bins, numbers, ok):
-        """Of each bin: (choices in earlier units, first tile within the row, choices)."""
-        places = []
-        for number, there in zip(numbers, ok):
-            at = row_bins + Int64(number) * 8
-            places += [(unit_counts + Int64(number) * 4, there, 0), (at, there, 0), (at + 4, there, 0)]
-        found = ptx.load_i32_batch(places)
-        return [found[3 * i : 3 * i + 3] for i in range(len(numbers))]
+    @cute.jit
+    def fetch_bins(
+        self,
+        base: Int32,
+        thread: Int32,
+        unit_counts: Int64,
+        row_bins: Int64,
+        first: Int32,
+        count: Int32,
+        tile_bits: Int32,
+    ):
+        """Of a window's bins: where in the row's tiles the unit's first choice goes, and where the bin ends."""
+        for at in cutlass.range(thread, count, THREADS * BATCH, unroll=1):
+            here = [at + THREADS * i for i in range(BATCH)]
+            places = []
+            for x in here:
+                ok, number = Int32(x < count), Int64(first + x)
+                places += [(unit_counts + number * 4, ok, 0), (row_bins + number * 8, ok, 0)]
+                places.append((row_bins + number * 8 + 4, ok, 0))
+            found = ptx.load_i32_batch(places)
+            for i in cutlass.range_constexpr(BATCH):
+                before, tile, choices = found[3 * i : 3 * i + 3]
+                start = tile << tile_bits
+                words = [start + before, start + choices]
+                smem.store_i32x2_if(base + BINS_AT + here[i] * 8, *words, Int32(here[i] < count))
 
     @cute.jit
     def tiles_before(self, rows: Int64, row: Int32, scratch: Int32, thread: Int32, lane: Int32, warp: Int32):
@@ -742,8 +743,6 @@ class Scatter:
             block=[THREADS, 1, 1],
             smem=self.dynamic_smem,
             stream=stream,
-            min_blocks_per_mp=2,
-            preferred_smem_carveout=100,
         )
 
 
