@@ -4,9 +4,6 @@ Needs `--backend=emulated`. The cases are those of the CPU tests: hostile ids, t
 Union tiles take 16 query heads a KV head; the KV-stationary pipeline takes the other cases too.
 """
 
-import itertools
-import random
-
 import cases
 import oracle
 import pytest
@@ -191,42 +188,6 @@ def test_chunks_of_tokens(emulation, kv):
     oracle.check_attention(*want, *expected(case))
     with emulation.policy("eager+race"):
         same_bits(in_chunks(emulation, case), want, "chunks of 256 tokens")
-
-
-@pytest.mark.parametrize("tokens, heads, topk, forwards", [(1100, (2, 1), 2, 2), (512, (4, 4), 16, 3)])
-def test_the_last_heads_are_cut_finer(emulation, tokens, heads, topk, forwards):
-    """Chunks of half as many tokens or half as many KV heads behind the others."""
-    case = cases.make([tokens - 100, 100], [tokens, 700], heads=heads, dtype=BF16, topk=topk, style="clean", seed=tokens)
-    with emulation.policy("late"):
-        got = attend(case, "kv_stationary")
-    assert sum(x.ctas == 132 for x in emulation.driver.results[-forwards - 1 :]) == forwards
-    same_bits(in_chunks(emulation, case, bits=12, heads=heads[1]), got, "one chunk")
-    oracle.check_attention(*got, *expected(case))
-
-
-def pairs(case, rng):
-    """Selections with both blocks of a pair, one of them, and neither, in any order of slots."""
-    case.ids.fill_(-1)
-    for row, head in itertools.product(range(case.ids.shape[0]), range(case.ids.shape[1])):
-        chosen = [2 * pair + block for pair in range(4) for block in (0, 1) if rng.random() < 0.6]
-        rng.shuffle(chosen)
-        case.ids[row, head, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-    return case
-
-
-@each_dtype
-@pytest.mark.parametrize("group", [16, 3])
-def test_pairs_of_blocks(emulation, dtypes, group):
-    """A page of the first or the second block missing, an odd number of blocks, one block longer than the sequence."""
-    q, kv = dtypes
-    rng = random.Random(group)
-    case = cases.make([120, 40], [890, 700], heads=(2 * group, 2), dtype=q, kv_dtype=kv, page=64, topk=8, seed=group)
-    pairs(case, rng)
-    case.block_table[0, 5] = case.block_table[1, 2] = -1
-    with emulation.policy("random2+race" if dtypes in RACED else "late"):
-        got = attend(case, "kv_stationary")
-    oracle.check_attention(*got, *expected(case))
-    same_bits(in_chunks(emulation, case, heads=2), got, "chunks of two heads")
 
 
 @each_dtype

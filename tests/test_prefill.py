@@ -9,7 +9,7 @@ from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
-PLACES, PAIR_BLOCKS = 3, 256
+PLACES = 3
 EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
 STAGES = ("invert_count", "invert_scan", "invert_scatter")
 
@@ -63,25 +63,23 @@ def packs_every_parameter(driver):
         arguments = (out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, page == 64, k_scale, v_scale)
         count, scan, scatter, forward, combine = launches(driver, *arguments, formulation)
         blocks, page_bits, causal = 6 * page // 128, 7 if page == 128 else 6, int(page == 64)
-        bins = -(-blocks // 2) * 3
         units, segments, tile = 2 + 2, 1 + 2, 128 // rows
-        tiles = tokens * heads * 7 // tile + segments * heads * bins
+        tiles = tokens * heads * 7 // tile + segments * heads * blocks
         where = [ids.data_ptr(), table.data_ptr(), cu.data_ptr(), used.data_ptr()]
         strides = [s * 4 for s in ids.stride()] + [table.stride(0) * 4]
-        shape = [tokens, 2, heads, 7, 6, 9, page_bits, 6 * page, blocks, causal, PAIR_BLOCKS]
+        shape = [tokens, 2, heads, 7, 6, 9, page_bits, 6 * page, blocks, causal]
 
         assert [x.entry for x in (count, scan, scatter)] == [entry(name) for name in STAGES]
         assert count.grid == scatter.grid == (units, heads, 1) and scan.grid == (segments, heads, 1)
         counts, state = count.params[5:7]
         assert count.params[:5] == [*where, formulation.data_ptr()] and count.params[7:] == strides + shape
-        bins_at, row_tiles = scan.params[4:6]
+        bins, row_tiles = scan.params[4:6]
         assert scan.params[:4] == [cu.data_ptr(), used.data_ptr(), formulation.data_ptr(), counts]
         tile_bits = 3 if rows == 16 else 4
-        cut = [11, heads, heads, 11, heads, tile_bits]  # no tail
-        assert scan.params[6:] == [tokens, 2, heads, 6 * page, blocks, *cut]
+        assert scan.params[6:] == [tokens, 2, heads, 6 * page, blocks, 11, heads, tile_bits]
         chunks, tile_heads, entries = scatter.params[8:11]
-        assert scatter.params[:8] == [*where, state, counts, bins_at, row_tiles]
-        assert scatter.params[11:] == [*strides, *shape, *cut, tiles]
+        assert scatter.params[:8] == [*where, state, counts, bins, row_tiles]
+        assert scatter.params[11:] == [*strides, *shape, 11, heads, tile_bits, segments, tiles]
 
         assert forward.entry == entry(f"prefill_{short[q]}_{short[kv]}_r{rows}")
         assert forward.grid == (MULTIPROCESSORS, 1, 1) and forward.block == (512, 1, 1)
@@ -98,7 +96,7 @@ def packs_every_parameter(driver):
         assert forward.params[8:12] == [k_scale.data_ptr(), 4, EVICT_LAST, EVICT_NORMAL]
         assert forward.params[12:17] == [0, 0, tokens, 0, heads]
         assert forward.params[17:25] == [heads, group, 7, page_bits, tiles, 0, 0, 0.25]
-        assert forward.params[-4] == 0, "nothing to combine beside the first chunk"
+        assert forward.params[-3] == 0, "nothing to combine beside the first chunk"
 
         assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}")
         assert combine.grid == (min(tokens * heads, 6 * MULTIPROCESSORS), 1, 1)
@@ -111,7 +109,7 @@ def packs_every_parameter(driver):
 
         # The parts of the workspace don't meet.
         parts = {
-            counts: units * heads * bins * 4, state: tokens * heads * 8, bins_at: segments * heads * bins * 8,
+            counts: units * heads * blocks * 4, state: tokens * heads * 8, bins: segments * heads * blocks * 8,
             row_tiles: segments * heads * 4, chunks: 8, tile_heads: tiles * 32, entries: tiles * tile * 4,
             partials: tokens * heads * 7 * rows * 256, sums: tokens * heads * 7 * rows * 8,
         }  # fmt: skip
@@ -135,7 +133,7 @@ def a_launch_combines_the_chunk_before(driver):
             assert launch.params[6:8] == forwards[i % PLACES].params[6:8]
             if i:
                 assert launch.params[25:27] == forwards[i - 1].params[6:8]
-                assert launch.params[-5:] == [*chunks[i - 1], chunk_heads, 0]
+                assert launch.params[-4:] == [*chunks[i - 1], 0]
         assert len({x.params[6] for x in forwards}) == PLACES
         assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (chunk_heads * tokens[-1], 1, 1)
         assert last.params[:2] == forwards[-1].params[6:8] and last.params[11:15] == [*chunks[-1], chunk_heads]
@@ -147,26 +145,7 @@ def wide_selections_are_combined_apart(driver):
     names = [x.entry for x in stages]
     assert names == [entry("prefill_bf16_bf16_r16"), entry("prefill_combine_bf16_r16_wide")] * 3
     assert [x.grid for x in stages[1::2]] == [(512, 1, 1), (512, 1, 1), (176, 1, 1)]
-    assert all(x.params[-4] == 0 for x in stages[::2])
-
-
-@check
-def the_last_heads_are_cut_finer(driver):
-    """Half as many tokens, or half as many heads, so that less is left to combine behind the last chunk."""
-    for tokens, heads, table, cut, chunks in (
-        (300, 4, 6, (10, 4, 4, 10, 4), [(0, 300, 0, 4)]),
-        (512, 4, 6, (11, 2, 2, 11, 1), [(0, 512, 0, 2), (0, 512, 2, 1), (0, 512, 3, 1)]),
-        (1024, 2, 6, (11, 1, 2, 11, 1), [(0, 1024, 0, 1), (0, 1024, 1, 1)]),
-        (3000, 2, 6, (11, 1, 1, 10, 1), [(0, 2048, 0, 1), (2048, 952, 0, 1), (0, 1024, 1, 1), (1024, 1024, 1, 1), (2048, 952, 1, 1)]),
-    ):  # fmt: skip
-        count, scan, scatter, *stages = launches(driver, *problem(tokens=tokens, heads=(16 * heads, heads), table=table))
-        assert tuple(scan.params[11:16]) == tuple(scatter.params[26:31]) == cut
-        assert scan.grid == (-(-tokens // (1 << cut[3])) + 2, heads, 1)
-        forwards, last = stages[:-1], stages[-1]
-        assert [(*x.params[13:16], x.params[16]) for x in forwards] == chunks
-        assert [x.params[12] for x in forwards] == list(range(len(chunks)))
-        assert [tuple(x.params[-5:-1]) for x in forwards[1:]] == chunks[:-1]
-        assert tuple(last.params[11:15]) == chunks[-1]
+    assert all(x.params[-3] == 0 for x in stages[::2])
 
 
 @check
@@ -235,10 +214,7 @@ def test_parameters():
 @needs_variant
 def test_chunks():
     check.run(
-        "a_launch_combines_the_chunk_before",
-        "wide_selections_are_combined_apart",
-        "chunks_follow_from_the_shape",
-        "the_last_heads_are_cut_finer",
+        "a_launch_combines_the_chunk_before", "wide_selections_are_combined_apart", "chunks_follow_from_the_shape"
     )
 
 

@@ -3,43 +3,35 @@ prefill (op sparse_attention).
 
 Problem
     block_indices [T, Hkv, K] gives each (query token, KV head) up to 32 blocks. Wanted is, for each chunk of 2^chunk_bits
-    tokens, KV head, sequence and bin, the ascending list of the chunk's tokens in the bin, cut into tiles of `tile` tokens.
-    A choice counts once a row (the first slot that names it), and only if the block begins before the token's visible end
-    and has a page. Nothing returns to the host: all arrays are sized by shapes.
-
-Pairs
-    Blocks 2 p and 2 p + 1 are a pair. Its bins: tokens that chose the first block alone, both, the second alone. Those of
-    both have one partial result instead of two, in the slot of the first block; the second's slot leaves the row's mask.
-    Tokens that see more than `pair_blocks` blocks take the two blocks apart: of many blocks, few are chosen in pairs, and a
-    third bin costs a tile partly filled. What a row does follows from its own position and selection.
+    tokens, KV head, sequence and block, the ascending list of the chunk's tokens that chose the block, cut into tiles of
+    `tile` tokens. A choice counts once a row (the first slot that names it), and only if the block begins before the
+    token's visible end and has a page. Nothing returns to the host: all arrays are sized by shapes.
 
 Pieces (shared/pieces.py)
     unit     the tokens of one sequence in an aligned span of 256; a CTA of 256 threads is a unit and KV head, a thread a
              token
-    segment  the tokens of one sequence in 2^chunk_bits tokens. Row = (segment, KV head)
-    A chunk of the later stages is 2^chunk_bits tokens x `chunk_heads` KV heads; its rows, and so its tiles, lie side by
-    side. Chunks are counted by heads first: all of the first heads, then all of the next. Heads from `tail_head` on may be
-    cut finer (2^tail_bits tokens x tail_heads), so that little is left to combine behind the last chunk.
+    segment  the tokens of one sequence in 2^chunk_bits tokens. Row = (segment, KV head), bin = (row, block)
+    A chunk of the later stages is 2^chunk_bits tokens x `chunk_heads` KV heads (a divisor of Hkv); its rows, and so its
+    tiles, lie side by side. Chunks are counted by heads first: all of the first heads, then all of the next.
 
 Three launches
-    count    a bitmap of 256 tokens for each block, in shared memory, filled by atomic or; population counts of pairs of
-             bitmaps are the unit's share of every bin. Writes `state` [T, Hkv] = (mask of the slots that count, 1 if the
-             sequence takes part).
+    count    a bitmap of 256 tokens for each block, in shared memory, filled by atomic or; its population counts are the
+             unit's share of every bin. Writes `state` [T, Hkv] = (mask of the slots that count, 1 if the sequence takes
+             part).
     scan     a CTA a row: prefix sums over the units of a bin, tiles of the bins, prefix sums of those
     scatter  the bitmap again; a choice's place is its bin's start + choices of units before + bits below its own. The
-             first choice of a tile also writes the tile's head. Takes the slots without a partial out of `state`.
+             first choice of a tile also writes the tile's head.
     Which lane comes first decides nothing: the bitmap is the same in any order, and ranks are counted from it.
 
-Arrays (int32; bins = 3 for each pair of blocks)
-    counts   [units, Hkv, bins]          count; after scan: choices of the bin in earlier units
-    bins     [rows, bins, 2]             first tile within the row, choices
-    rows     [rows]                      tiles of a row
-    chunks   [chunks] + 1                first tile of a chunk
-    heads    [tiles, 8]                  bin number = 4 (row * pairs + pair) + kind (0 first, 1 both, 2 second), KV head |
-                                         tokens << 16, page of the first half, of the second half, a + (0), last visible
-                                         column | first visible column << 8, pages of the second block's halves
+Arrays (int32)
+    counts   [units, Hkv, blocks]        count; after scan: choices of the bin in earlier units
+    bins     [segments, Hkv, blocks, 2]  first tile within the row, choices
+    rows     [segments, Hkv]             tiles of a row
+    chunks   [Hkv / chunk_heads, chunks of tokens] + 1   first tile of a chunk
+    heads    [tiles, 8]                  bin number, KV head | tokens << 16, page of the first half, of the second half,
+                                         a + (0), last visible column | first visible column << 8, sequence, block
              A token at `local` in its chunk sees the block's columns up to min(local + a, last). A page outside the cache
-             is -1 and its columns are not visible. The columns of a second block: 16 bits higher, and its a is 128 less.
+             is -1 and its columns are not visible.
     entries  [tiles, tile]               local token << 5 | slot; behind the last token of a tile: unspecified
 
 Budget
@@ -47,7 +39,7 @@ Budget
     and 16 slots 25 MB, 6 us at 4.3 TB/s; a CTA's chain of dependent steps (offsets, ids, pages, bitmap) is about 3 us.
 
 Limits
-    K <= 32; tokens < 2^26; rows * bins < 2^30. Bitmaps cover WINDOW blocks at a time; longer tables take several rounds.
+    K <= 32; tokens < 2^26; bins < 2^31. Bitmaps cover WINDOW blocks at a time; longer tables take several rounds.
     Offsets, lengths, ids and pages may hold anything: no access outside the arrays. Where offsets descend, segments and
     units need not match: lists then have gaps (heads and entries as they were) and tiles may be lost.
 """
@@ -64,13 +56,8 @@ THREADS = 256
 UNIT_BITS = 8
 WINDOW = 1024  # blocks of a bitmap
 BITMAP_BYTES = WINDOW * THREADS // 8
-PAGES_AT = BITMAP_BYTES  # in shared memory: pages of the window
-PAIRING_AT = PAGES_AT + 2 * WINDOW * 4  # a bit for each token: takes its pairs together
-BINS_AT = PAIRING_AT + THREADS // 8  # 8 bytes for each bin of the window: place of the unit's first choice, end of the bin
-SUMS_AT = BINS_AT + WINDOW // 2 * 3 * 8
-SLOTS = 16  # slots whose ids are loaded together
+SLOTS = 16  # slots whose ids and pages are loaded together
 UNITS = 8  # units whose counts are loaded together
-BATCH = 4  # pages, or bins, of a thread that are loaded together
 NEVER = 1 << 24  # added to a local token: past every last visible column
 HEAD_BYTES = 32
 
@@ -101,40 +88,16 @@ def visible_blocks(token, stop, used, causal):
     return (ptx.maximum_i32(end, Int32(0)) + 127) >> 7
 
 
-@cute.jit
-def fetch_pages(
-    base: Int32,
-    thread: Int32,
-    page_row: Int64,
-    window: Int32,
-    size: Int32,  # blocks
-    page_width: Int32,
-    pages: Int32,
-    page_bits: Int32,
-):
-    """Pages of a window's blocks to shared memory, -1 where there is none."""
-    shift = 7 - page_bits
-    first, count = window << shift, size << shift
-    for at in cutlass.range(thread, count, THREADS * BATCH, unroll=1):
-        here = [at + THREADS * i for i in range(BATCH)]
-        ok = [Int32((x < count) & (first + x < page_width)) for x in here]
-        found = ptx.load_i32_batch([(page_row + Int64(first + x) * 4, there, -1) for x, there in zip(here, ok)])
-        for x, page in zip(here, found):
-            page = ptx.select((page >= 0) & (page < pages), page, Int32(-1))
-            smem.store_i32_if(base + PAGES_AT + x * 4, page, Int32(x < count))
-
-
-def pages_of(base, place, page_bits):
-    """Pages of the halves of the block at a place in the window."""
-    entry = place << (7 - page_bits)
-    return smem.load_i32(base + PAGES_AT + entry * 4), smem.load_i32(base + PAGES_AT + (entry + 7 - page_bits) * 4)
-
-
-def visible_columns(block, pages, used):
-    """last visible column | first visible column << 8 of a block that ends or doesn't with the sequence."""
-    seen = ptx.minimum_i32(used - 1 - (block << 7), Int32(127))
-    seen = ptx.select(pages[1] < 0, ptx.minimum_i32(seen, Int32(63)), seen)
-    return seen | ptx.select(pages[0] < 0, Int32(64 << 8), Int32(0))
+def load_pages(page_row, blocks, page_width, pages, page_bits, ok):
+    """Pages of the halves of some blocks, (-1, ...) where there is none. `ok`: Int32s."""
+    places = []
+    for block, there in zip(blocks, ok):
+        entry = block << (7 - page_bits)
+        second = entry + (7 - page_bits)
+        places.append((page_row + Int64(entry) * 4, there & Int32(entry < page_width), -1))
+        places.append((page_row + Int64(second) * 4, there & Int32(second < page_width), -1))
+    found = [ptx.select((x >= 0) & (x < pages), x, Int32(-1)) for x in ptx.load_i32_batch(places)]
+    return list(zip(found[::2], found[1::2]))
 
 
 @cute.jit
@@ -144,27 +107,15 @@ def takes_part(formulation: Int64, sequence: Int32, requests: Int32):
     return Int32(chosen == 1)
 
 
-def cut_of(head, requests, tokens, chunk_bits, chunk_heads, tail_head, tail_bits, tail_heads):
-    """How a KV head is cut: (log2 tokens of a chunk, its heads, which of them this one is, number of the first chunk and of
-    the first row of its heads, segments)."""
-    tail = Int32(head >= tail_head)
-    bits, together = ptx.select_value(tail, tail_bits, chunk_bits), ptx.select_value(tail, tail_heads, chunk_heads)
-    main_chunks, chunks = count_of(tokens, chunk_bits), count_of(tokens, bits)
-    before = tail * tail_head
-    group = (head - before) // together
-    first_chunk = before // chunk_heads * main_chunks + group * chunks
-    first_row = before * (main_chunks + requests) + group * together * (chunks + requests)
-    return bits, together, head - before - group * together, first_chunk, first_row, chunks + requests
-
-
-def count_of(tokens, bits):
-    return (tokens + (Int32(1) << bits) - 1) >> bits
+def row_of(segment, head, segments, chunk_heads):
+    """Rows in the order of the tiles: (group of `chunk_heads` KV heads, segment, head)."""
+    group = head // chunk_heads
+    return (group * segments + segment) * chunk_heads + head - group * chunk_heads
 
 
 @cute.jit
 def clear_bitmap(base: Int32, thread: Int32, blocks: Int32):
-    """Of whole pairs."""
-    for at in cutlass.range(thread, (blocks + 1 >> 1) * 4, THREADS, unroll=1):
+    for at in cutlass.range(thread, blocks * 2, THREADS, unroll=1):
         smem.store_i32x4(base + at * 16, [Int32(0)] * 4)
 
 
@@ -173,36 +124,11 @@ def bits_of(base, block):
     return smem.load_i32x4(base + block * 32) + smem.load_i32x4(base + block * 32 + 16)
 
 
-def bins_of(blocks):
-    return (blocks + 1 >> 1) * 3
-
-
-@cute.jit
-def note_pairing(base: Int32, lane: Int32, warp: Int32, pairing: Int32):
-    """Which tokens take their pairs together; to be read behind a barrier."""
-    word = ptx.ballot(pairing)
-    if lane == 0:
-        smem.store_i32(base + PAIRING_AT + warp * 4, word)
-
-
-def load_pairing(base):
-    return smem.load_i32x4(base + PAIRING_AT) + smem.load_i32x4(base + PAIRING_AT + 16)
-
-
-def alone(own, other, pairing):
-    """Of the tokens with a block, those whose bin is not that of both."""
-    return [a & ~(b & c) for a, b, c in zip(own, other, pairing)]
-
-
-def together(own, other, pairing):
-    return [a & b & c for a, b, c in zip(own, other, pairing)]
-
-
-def below(words, warp):
-    """The bits of tokens before this thread's."""
+def bits_below(base, block, warp):
+    """Those of tokens before this thread's."""
     masks = [ptx.select(warp > w, Int32(-1), Int32(0)) for w in range(THREADS // 32)]
     masks = [ptx.select(warp == w, ptx.lanes_below(), m) for w, m in enumerate(masks)]
-    return [word & m for word, m in zip(words, masks)]
+    return [word & m for word, m in zip(bits_of(base, block), masks)]
 
 
 def total_bits(words):
@@ -221,7 +147,7 @@ def prefix_in_warp(x, lane):
 
 
 class Count:
-    dynamic_smem = BINS_AT
+    dynamic_smem = BITMAP_BYTES
 
     @cute.kernel
     def kernel(
@@ -247,11 +173,10 @@ class Count:
         reach: Int32,
         blocks: Int32,  # of a row of the page table
         causal: Int32,
-        pair_blocks: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         unit, head, _ = cute.arch.block_idx()
-        lane, warp = thread & 31, thread >> 5
+        lane = thread & 31
         base = smem.base(128)
         ptx.wait_for_previous_kernel()
         # Not before the wait: the kernels that follow read offsets, lengths and ids ahead of theirs.
@@ -266,41 +191,32 @@ class Count:
             row_blocks = ptx.select(mine != 0, row_blocks, Int32(0))
             token = (span << UNIT_BITS) + thread
             inside = (token >= first) & (token < last)
-            sees = visible_blocks(token, stop, used, causal)
-            visible = ptx.select(inside, ptx.minimum_i32(sees, row_blocks), Int32(0))
-            note_pairing(base, lane, warp, Int32(sees <= pair_blocks))
+            visible = ptx.minimum_i32(visible_blocks(token, stop, used, causal), row_blocks)
+            visible = ptx.select(inside, visible, Int32(0))
             safe = ptx.select(inside, token, first)
             row = ids + Int64(safe) * ids_token + Int64(head) * ids_head
             page_row = page_table + Int64(ptx.select(real, sequence, Int32(0))) * page_table_row
-            word, bit = warp * 4, Int32(1) << lane
+            word, bit = (thread >> 5) * 4, Int32(1) << lane
             mask = Int32(0)
             loaded = cute.make_rmem_tensor(cute.make_layout(SLOTS), Int32)
-            load_choices(row, ids_slot, Int32(0), width, Int32(-1), visible, loaded)
             for window in cutlass.range(0, row_blocks, WINDOW, unroll=1):
                 size = ptx.minimum_i32(row_blocks - window, Int32(WINDOW))
-                fetch_pages(base, thread, page_row, window, size, page_width, pages, page_bits)
                 clear_bitmap(base, thread, size)
                 ptx.barrier()
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
-                    if width > SLOTS:
-                        load_choices(row, ids_slot, slot, width, Int32(-1), visible, loaded)
+                    load_choices(row, ids_slot, slot, width, Int32(-1), visible, loaded)
+                    here = [Int32((loaded[i] >= window) & (loaded[i] < window + size)) for i in range(SLOTS)]
+                    blocks_here = [loaded[i] for i in range(SLOTS)]
+                    halves = load_pages(page_row, blocks_here, page_width, pages, page_bits, here)
                     for i in cutlass.range_constexpr(SLOTS):
-                        place = loaded[i] - window
-                        if (place >= 0) & (place < size):
-                            halves = pages_of(base, place, page_bits)
-                            if (halves[0] & halves[1]) != -1:
-                                before = smem.atomic_or(base + place * 32 + word, bit)
-                                if (before & bit) == 0:
-                                    mask = mask | (Int32(1) << (slot + i))
+                        if (here[i] != 0) & ((halves[i][0] & halves[i][1]) != -1):
+                            before = smem.atomic_or(base + (loaded[i] - window) * 32 + word, bit)
+                            if (before & bit) == 0:
+                                mask = mask | (Int32(1) << (slot + i))
                 ptx.barrier()
-                pairing = load_pairing(base)
-                out = counts + (Int64(unit) * Int64(heads) + Int64(head)) * Int64(bins_of(blocks)) * 4
-                for at in cutlass.range(thread, size + 1 >> 1, THREADS, unroll=1):
-                    a, b = bits_of(base, 2 * at), bits_of(base, 2 * at + 1)
-                    here = out + Int64((window >> 1) + at) * 12
-                    bins = [alone(a, b, pairing), together(a, b, pairing), alone(b, a, pairing)]
-                    for kind in cutlass.range_constexpr(3):
-                        ptx.store_words(here + 4 * kind, [total_bits(bins[kind])])
+                out = counts + (Int64(unit) * Int64(heads) + Int64(head)) * Int64(blocks) * 4
+                for at in cutlass.range(thread, size, THREADS, unroll=1):
+                    ptx.store_words(out + Int64(window + at) * 4, [total_bits(bits_of(base, at))])
                 ptx.barrier()
             if inside:
                 ptx.store_words(state + (Int64(token) * Int64(heads) + Int64(head)) * 8, [mask, mine])
@@ -329,7 +245,6 @@ class Count:
         reach: Int32,
         blocks: Int32,
         causal: Int32,
-        pair_blocks: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -354,7 +269,6 @@ class Count:
             reach,
             blocks,
             causal,
-            pair_blocks,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
 
@@ -377,33 +291,29 @@ class Scan:
         blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
-        tail_head: Int32,
-        tail_bits: Int32,
-        tail_heads: Int32,
         tile_bits: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         segment, head, _ = cute.arch.block_idx()
         lane, warp = thread & 31, thread >> 5
         base = smem.base(128)
-        cut = cut_of(head, requests, tokens, chunk_bits, chunk_heads, tail_head, tail_bits, tail_heads)
-        bits, together, which, _, first_row, segments = cut
-        piece = pieces.find(cu_seqlens, seqused, segment, bits, requests, tokens, lane)
+        piece = pieces.find(cu_seqlens, seqused, segment, chunk_bits, requests, tokens, lane)
         span, sequence, first, last, stop, used = piece
         used = ptx.clamp(used, Int32(0), reach) * takes_part(formulation, sequence, requests)
         used = ptx.select(first < last, used, Int32(0))
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        row_bins, bins_of_row = bins_of(ptx.minimum_i32((used + 127) >> 7, blocks)), bins_of(blocks)
+        row_blocks = ptx.minimum_i32((used + 127) >> 7, blocks)
         first_unit = (first >> UNIT_BITS) + sequence
         last_unit = ((last - 1) >> UNIT_BITS) + sequence
-        row = Int64(first_row + segment * together + which)
-        unit_step = Int64(heads) * Int64(bins_of_row) * 4
+        segments, _, _ = cute.arch.grid_dim()
+        row = Int64(row_of(segment, head, segments, chunk_heads))
+        unit_step = Int64(heads) * Int64(blocks) * 4
         done = Int32(0)  # tiles of the bins before this round's
-        for at in cutlass.range(0, row_bins, THREADS, unroll=1):
-            bin_here = at + thread
-            inside = Int32(bin_here < row_bins)
-            place = counts + Int64(first_unit) * unit_step + (Int64(head) * Int64(bins_of_row) + Int64(bin_here)) * 4
+        for at in cutlass.range(0, row_blocks, THREADS, unroll=1):
+            block = at + thread
+            inside = Int32(block < row_blocks)
+            place = counts + Int64(first_unit) * unit_step + (Int64(head) * Int64(blocks) + Int64(block)) * 4
             total = Int32(0)
             for unit in cutlass.range(first_unit, last_unit + 1, UNITS, unroll=1):
                 ok = [inside & Int32(unit + i <= last_unit) for i in range(UNITS)]
@@ -425,12 +335,10 @@ class Scan:
                 before = before + ptx.select(warp > w, sums[w], Int32(0))
                 all_tiles = all_tiles + sums[w]
             if inside != 0:
-                at_bin = bins + (row * Int64(bins_of_row) + Int64(bin_here)) * 8
-                ptx.store_words(at_bin, [before + upto - tiles, total])
+                ptx.store_words(bins + (row * Int64(blocks) + Int64(block)) * 8, [before + upto - tiles, total])
             done = all_tiles
             ptx.barrier()
-        # The grid is as wide as the head with the most segments needs.
-        if (thread == 0) & (segment < segments):
+        if thread == 0:
             ptx.store_words(rows + row * 4, [done])
 
     @cute.jit
@@ -449,9 +357,6 @@ class Scan:
         blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
-        tail_head: Int32,
-        tail_bits: Int32,
-        tail_heads: Int32,
         tile_bits: Int32,
         stream: cuda.CUstream,
     ):
@@ -469,15 +374,12 @@ class Scan:
             blocks,
             chunk_bits,
             chunk_heads,
-            tail_head,
-            tail_bits,
-            tail_heads,
             tile_bits,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
 
 class Scatter:
-    dynamic_smem = SUMS_AT + 64
+    dynamic_smem = BITMAP_BYTES + 64
 
     @cute.kernel
     def kernel(
@@ -507,13 +409,10 @@ class Scatter:
         reach: Int32,
         blocks: Int32,
         causal: Int32,
-        pair_blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
-        tail_head: Int32,
-        tail_bits: Int32,
-        tail_heads: Int32,
         tile_bits: Int32,
+        segments: Int32,
         most_tiles: Int32,  # that `heads_out` and `entries` hold
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -527,13 +426,12 @@ class Scatter:
         if first < last:
             real = sequence < requests
             used = ptx.clamp(used, Int32(0), reach)
-            cut = cut_of(head, requests, tokens, chunk_bits, chunk_heads, tail_head, tail_bits, tail_heads)
-            bits, together, which, number, first_row, _ = cut
-            chunk = span >> (bits - UNIT_BITS)
-            row = first_row + (chunk + sequence) * together + which
-            first_tile = self.tiles_before(rows, row, base + SUMS_AT, thread, lane, warp)
-            number = number + chunk
-            if (thread == 0) & (which == 0) & (first == (chunk << bits)):
+            chunk = span >> (chunk_bits - UNIT_BITS)
+            row = row_of(chunk + sequence, head, segments, chunk_heads)
+            first_tile = self.tiles_before(rows, row, base + BITMAP_BYTES, thread, lane, warp)
+            group = head // chunk_heads
+            number = group * ((tokens + (Int32(1) << chunk_bits) - 1) >> chunk_bits) + chunk
+            if (thread == 0) & (head == group * chunk_heads) & (first == (chunk << chunk_bits)):
                 ptx.store_words(chunks + Int64(number) * 4, [first_tile])
             if (thread == 0) & (head == heads - 1) & (last == tokens):
                 own = ptx.load_i32(rows + Int64(row) * 4)
@@ -552,103 +450,57 @@ class Scatter:
             row_blocks = ptx.select(mine != 0, row_blocks, Int32(0))
             row_ids = ids + Int64(safe) * ids_token + Int64(head) * ids_head
             page_row = page_table + Int64(ptx.select(real, sequence, Int32(0))) * page_table_row
-            pairing = Int32(visible_blocks(token, stop, used, causal) <= pair_blocks)
-            note_pairing(base, lane, warp, pairing)
-            unit_counts = counts + (Int64(unit) * Int64(heads) + Int64(head)) * Int64(bins_of(blocks)) * 4
-            row_bins = bins + Int64(row) * Int64(bins_of(blocks)) * 8
-            first_pair = row * (blocks + 1 >> 1)
-            local = token - (chunk << bits)
-            shift = ptx.select(causal != 0, (chunk << bits) + used - stop, Int32(NEVER))
+            unit_counts = counts + (Int64(unit) * Int64(heads) + Int64(head)) * Int64(blocks) * 4
+            row_bins = bins + Int64(row) * Int64(blocks) * 8
+            local = token - (chunk << chunk_bits)
+            shift = ptx.select(causal != 0, (chunk << chunk_bits) + used - stop, Int32(NEVER))
             tile = Int32(1) << tile_bits
-            word, bit = warp * 4, Int32(1) << lane
-            merged = Int32(0)  # slots without a partial of their own
+            word, bit = (thread >> 5) * 4, Int32(1) << lane
             loaded = cute.make_rmem_tensor(cute.make_layout(SLOTS), Int32)
-            load_choices(row_ids, ids_slot, Int32(0), width, mask, row_blocks, loaded)
             for window in cutlass.range(0, row_blocks, WINDOW, unroll=1):
                 size = ptx.minimum_i32(row_blocks - window, Int32(WINDOW))
-                fetch_pages(base, thread, page_row, window, size, page_width, pages, page_bits)
-                first_bin, bins_here = (window >> 1) * 3, bins_of(size)
-                self.fetch_bins(base, thread, unit_counts, row_bins, first_bin, bins_here, tile_bits)
                 clear_bitmap(base, thread, size)
                 ptx.barrier()
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
-                    if width > SLOTS:
-                        load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
+                    load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
                     for i in cutlass.range_constexpr(SLOTS):
-                        place = loaded[i] - window
-                        smem.or_i32_if(base + place * 32 + word, bit, Int32((place >= 0) & (place < size)))
+                        if (loaded[i] >= window) & (loaded[i] < window + size):
+                            smem.atomic_or(base + (loaded[i] - window) * 32 + word, bit)
                 ptx.barrier()
                 for slot in cutlass.range(0, width, SLOTS, unroll=1):
-                    if width > SLOTS:
-                        load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
+                    load_choices(row_ids, ids_slot, slot, width, mask, row_blocks, loaded)
+                    here = [Int32((loaded[i] >= window) & (loaded[i] < window + size)) for i in range(SLOTS)]
+                    places = self.look_up(unit_counts, row_bins, [loaded[i] for i in range(SLOTS)], here)
                     for i in cutlass.range_constexpr(SLOTS):
-                        place = loaded[i] - window
-                        if (place >= 0) & (place < size):
-                            own, other = bits_of(base, place), bits_of(base, place ^ 1)
-                            partner = smem.load_i32(base + (place ^ 1) * 32 + word) & bit
-                            both = ptx.select(partner != 0, pairing, Int32(0))
-                            if (both & place) != 0:
-                                merged = merged | (Int32(1) << (slot + i))
-                            else:
-                                kind = ptx.select(both != 0, Int32(1), (place & 1) * 2)
-                                flip, all_pairing = both - 1, load_pairing(base)
-                                words = [a & ((b & c) ^ flip) for a, b, c in zip(own, other, all_pairing)]
-                                first_place, end = smem.load_i32x2(base + BINS_AT + ((place >> 1) * 3 + kind) * 8)
-                                there = first_place + total_bits(below(words, warp))
-                                at = first_tile + (there >> tile_bits)
-                                # Either bound can fail where offsets descend: a bin that nobody scanned begins anywhere.
-                                if (at >= 0) & (at < most_tiles):
-                                    entry_at = (Int64(at) << Int64(tile_bits)) + Int64(there & (tile - 1))
-                                    ptx.store_words(entries + entry_at * 4, [(local << 5) | (slot + i)])
-                                    if (there & (tile - 1)) == 0:
-                                        left = ptx.minimum_i32(end - there, tile)
-                                        number = (first_pair + (loaded[i] >> 1)) * 4 + kind
-                                        self.write_head(
-                                            heads_out + Int64(at) * HEAD_BYTES,
-                                            base,
-                                            place,
-                                            page_bits,
-                                            [number, head | (left << 16)],
-                                            shift - (loaded[i] << 7),
-                                            loaded[i],
-                                            used,
-                                        )
+                        block = loaded[i]
+                        if here[i] != 0:
+                            before, start, count = places[i]
+                            rank = before + total_bits(bits_below(base, block - window, warp))
+                            at = first_tile + start + (rank >> tile_bits)
+                            # Either bound can fail where offsets descend: a bin that nobody scanned begins anywhere.
+                            if (at >= 0) & (at < most_tiles):
+                                place = (Int64(at) << Int64(tile_bits)) + Int64(rank & (tile - 1))
+                                ptx.store_words(entries + place * 4, [(local << 5) | (slot + i)])
+                                if (rank & (tile - 1)) == 0:
+                                    [(a, b)] = load_pages(page_row, [block], page_width, pages, page_bits, [Int32(1)])
+                                    seen = ptx.minimum_i32(used - 1 - (block << 7), Int32(127))
+                                    seen = ptx.select(b < 0, ptx.minimum_i32(seen, Int32(63)), seen)
+                                    hidden = ptx.select(a < 0, Int32(64 << 8), Int32(0))
+                                    left = ptx.minimum_i32(count - rank, tile)
+                                    head_at = heads_out + Int64(at) * HEAD_BYTES
+                                    ptx.store_words(head_at, [row * blocks + block, head | (left << 16), a, b])
+                                    shift_here = shift - (block << 7)
+                                    ptx.store_words(head_at + 16, [shift_here, seen | hidden, sequence, block])
                 ptx.barrier()
-            if inside & (merged != 0):
-                ptx.store_words(state + (Int64(token) * Int64(heads) + Int64(head)) * 8, [mask & ~merged])
 
-    def write_head(self, at, base, place, page_bits, names, shift, block, used):
-        first, second = pages_of(base, place, page_bits), pages_of(base, place | 1, page_bits)
-        # Where there is no second block, what is said of it is not looked at.
-        columns = visible_columns(block, first, used) | (visible_columns(block | 1, second, used) << 16)
-        ptx.store_words(at, [*names, *first])
-        ptx.store_words(at + 16, [shift, columns, *second])
-
-    @cute.jit
-    def fetch_bins(
-        self,
-        base: Int32,
-        thread: Int32,
-        unit_counts: Int64,
-        row_bins: Int64,
-        first: Int32,
-        count: Int32,
-        tile_bits: Int32,
-    ):
-        """Of a window's bins: where in the row's tiles the unit's first choice goes, and where the bin ends."""
-        for at in cutlass.range(thread, count, THREADS * BATCH, unroll=1):
-            here = [at + THREADS * i for i in range(BATCH)]
-            places = []
-            for x in here:
-                ok, number = Int32(x < count), Int64(first + x)
-                places += [(unit_counts + number * 4, ok, 0), (row_bins + number * 8, ok, 0)]
-                places.append((row_bins + number * 8 + 4, ok, 0))
-            found = ptx.load_i32_batch(places)
-            for i in cutlass.range_constexpr(BATCH):
-                before, tile, choices = found[3 * i : 3 * i + 3]
-                start = tile << tile_bits
-                words = [start + before, start + choices]
-                smem.store_i32x2_if(base + BINS_AT + here[i] * 8, *words, Int32(here[i] < count))
+    def look_up(self, unit_counts, row_bins, blocks, ok):
+        """Of each block: (choices in earlier units, first tile of the bin within the row, choices of the bin)."""
+        places = []
+        for block, there in zip(blocks, ok):
+            at = row_bins + Int64(block) * 8
+            places += [(unit_counts + Int64(block) * 4, there, 0), (at, there, 0), (at + 4, there, 0)]
+        found = ptx.load_i32_batch(places)
+        return [found[3 * i : 3 * i + 3] for i in range(len(blocks))]
 
     @cute.jit
     def tiles_before(self, rows: Int64, row: Int32, scratch: Int32, thread: Int32, lane: Int32, warp: Int32):
@@ -694,13 +546,10 @@ class Scatter:
         reach: Int32,
         blocks: Int32,
         causal: Int32,
-        pair_blocks: Int32,
         chunk_bits: Int32,
         chunk_heads: Int32,
-        tail_head: Int32,
-        tail_bits: Int32,
-        tail_heads: Int32,
         tile_bits: Int32,
+        segments: Int32,
         most_tiles: Int32,
         stream: cuda.CUstream,
     ):
@@ -730,25 +579,17 @@ class Scatter:
             reach,
             blocks,
             causal,
-            pair_blocks,
             chunk_bits,
             chunk_heads,
-            tail_head,
-            tail_bits,
-            tail_heads,
             tile_bits,
+            segments,
             most_tiles,
-        ).launch(
-            grid=[1, heads, 1],
-            block=[THREADS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-        )
+        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
 
 def programs():
     return [
-        Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 11),
-        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 11),
-        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 18),
+        Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 10),
+        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 8),
+        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 15),
     ]

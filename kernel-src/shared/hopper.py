@@ -86,8 +86,7 @@ def clear(d):
 
 
 def wgmma_ss(d, a, b, accumulate, dtype, b_mn_major=False):
-    """d (+)= A B, m64 k16, both operands by descriptor (Int64). `accumulate` False or 0 starts from zero: a Python bool, or
-    an Int32 that the warpgroup shares."""
+    """d (+)= A B, m64 k16, both operands by descriptor (Int64). `accumulate` (Python bool) False starts from zero."""
     _wgmma(d, [a], "l", b, accumulate, dtype, b_mn_major)
 
 
@@ -104,20 +103,15 @@ def _wgmma(d, a, a_letters, b, accumulate, dtype, b_mn_major):
     a_text = f"${first}" if len(a) == 1 else "{" + ", ".join(f"${first + i}" for i in range(4)) + "}"
     b_text = f"${first + len(a)}"
     flags = ("0, " if len(a) == 1 else "") + ("1" if b_mn_major else "0")
-    known = isinstance(accumulate, bool)
-    inputs = [x.ir_value() for x in a] + [b.ir_value()]
-    letters = list(a_letters) + ["l"]
-    if not known or accumulate:
-        inputs += [d[i].ir_value() for i in range(count)]
-        letters += [str(i) for i in range(count)]
-    onto = int(accumulate) if known else f"${count + len(letters)}"
-    if not known:
-        inputs.append(accumulate.ir_value())
-        letters.append("r")
     text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, {onto}, 0; wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32."
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(accumulate)}, 0; wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32."
         f"{dtype}.{dtype} {{{registers}}}, {a_text}, {b_text}, p, 1, 1, {flags}; }}"
     )
+    inputs = [x.ir_value() for x in a] + [b.ir_value()]
+    letters = list(a_letters) + ["l"]
+    if accumulate:
+        inputs += [d[i].ir_value() for i in range(count)]
+        letters += [str(i) for i in range(count)]
     _store(d, _call(text, ["=f"] * count, letters, inputs))
 
 

@@ -59,20 +59,15 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from shared import hopper, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
 from shared.prefill_loader import (
-    BLOCK_BIT,
-    BOTH,
     CONSUMER_WARPS,
     HALF,
-    HEAD_BIT,
     KV_STAGES,
     LAST,
     META_BYTES,
     NEW,
-    Q_STAGES,
     TILE_BYTES,
-    WIDENING_WARPS,
     TileLoader,
-    stage_of,
+    step_of,
 )
 from shared.program import Program
 
@@ -88,7 +83,7 @@ class Prefill(TileLoader):
         self.combine = Partials(q_dtype, rows)
         super().__init__(q_dtype, kv_dtype, rows, self.combine.ring_bytes, self.combine.weights_bytes)
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
-        self.lift = 8.0 if q_dtype == "f16" else 0.0
+        self.lift = 7.0 if q_dtype == "f16" else 0.0
 
     # ---- the kernel
 
@@ -135,7 +130,6 @@ class Prefill(TileLoader):
         combine_token: Int32,
         combine_tokens: Int32,
         combine_head: Int32,
-        combine_heads: Int32,
         selective: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -145,20 +139,22 @@ class Prefill(TileLoader):
         warp = cute.arch.make_warp_uniform(thread >> 5)
         base = smem.base()
         if thread == 0:
-            for stage in cutlass.range_constexpr(Q_STAGES):
+            for stage in cutlass.range_constexpr(self.q_stages):
                 smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
                 smem.mbarrier_init(self.bar(base, "q_empty", stage), CONSUMER_WARPS)
             for stage in cutlass.range_constexpr(KV_STAGES):
-                smem.mbarrier_init(self.bar(base, "kv_full", stage), WIDENING_WARPS if self.fp8 else 1)
+                smem.mbarrier_init(self.bar(base, "kv_full", stage), 3 if self.fp8 else 1)
                 smem.mbarrier_init(self.bar(base, "kv_empty", stage), CONSUMER_WARPS)
+            for stage in cutlass.range_constexpr(2):
                 smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
+                smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
             smem.mbarrier_init(base + self.v_landed, 1)
         ptx.barrier()
         if (warp >= FIRST_COMBINER) & (warp < FIRST_CONSUMER):
             hopper.give_registers(REGISTERS[1])
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
-            rows = combine_tokens * combine_heads
+            rows = combine_tokens * chunk_heads
             self.combine.walk(
                 base + self.ring_at,
                 base + self.weights_at,
@@ -178,7 +174,7 @@ class Prefill(TileLoader):
                 v_scale_head,
                 combine_token,
                 combine_head,
-                combine_heads,
+                chunk_heads,
                 kv_heads,
                 group,
                 width,
@@ -222,7 +218,7 @@ class Prefill(TileLoader):
                         )
                     if cutlass.const_expr(self.fp8):
                         if warp > 0:
-                            self.widen_blocks(base, warp - 1, lane)
+                            self.widen_blocks(base, thread - 32, lane)
             else:
                 hopper.take_registers(REGISTERS[2])
                 if first < stop:
@@ -260,13 +256,11 @@ class Prefill(TileLoader):
             hopper.wgmma_ss(S, a, b, step > 0, self.dtype)
         hopper.commit()
 
-    def multiply_values(self, O, P, v, onto):
-        """O = P V, or O += P V where `onto` is not 0."""
+    def multiply_values(self, O, P, v):
         hopper.fence()
         for step in range(8):
             a = [P[4 * step + i] for i in range(4)]
-            accumulate = onto if step == 0 else True
-            hopper.wgmma_rs(O, a, hopper.descriptor(v + step * 2048, HALF), accumulate, self.dtype, True)
+            hopper.wgmma_rs(O, a, hopper.descriptor(v + step * 2048, HALF), step > 0, self.dtype, True)
         hopper.commit()
 
     @cute.jit
@@ -283,55 +277,47 @@ class Prefill(TileLoader):
         width: Int32,
         opaque: Int32,
     ):
-        """A step is a tile and one of its blocks. Keys of the next step are multiplied beside values of this one."""
         S = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         P = cute.make_rmem_tensor(cute.make_layout(32), Int32)
-        # Of each half of the rows: m and l of the tile so far, and what brings the tile's earlier step to this m.
-        ms, ls, factors = [cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(3)]
         group_at = (warp >> 2) * 8192  # a warpgroup's 64 rows in a half of Q
+        k_use, v_use = Int32(0), Int32(-1)  # of the ring: even uses are K, odd ones V
         smem.mbarrier_wait(self.bar(base, "q_full", 0), 0)
         entry0, entry1, flags, shift, columns, scale = self.read_meta(base, 0, warp)
         smem.mbarrier_wait(self.bar(base, "kv_full", 0), 0)
         self.multiply_keys(S, base + self.q_at + group_at, base + self.kv_at)
         hopper.wait(0, S)
-        tile, stage, parity, part = first, Int32(0), Int32(0), Int32(0)
-        self.release(base, lane, "q_empty", stage, (flags & BOTH) == 0)
-        self.release(base, lane, "kv_empty", Int32(0), (flags & LAST) != 0)
+        self.release(base, lane, "q_empty", Int32(0), Int32(1))
+        self.release(base, lane, "kv_empty", Int32(0), flags & LAST)
         place0, place1 = self.places(entry0, entry1, flags, token_slots, width)
-        ms[0], ms[1], ls[0], ls[1] = [Float32(0.0)] * 4
-        self.probabilities(S, ms, ls, factors, lane, entry0, entry1, shift, columns, scale, part)
-        self.store_sums(ms, ls, lane, place0, place1, sums, (flags & BOTH) == 0)
+        self.probabilities(S, lane, entry0, entry1, shift, columns, scale, place0, place1, sums)
         self.round_probabilities(S, P)
+        stage, parity = Int32(1), Int32(0)
         done0, done1 = Int32(-1), Int32(-1)
         for i in cutlass.range_constexpr(64):
             O[i] = Float32(0.0)
-        while (tile + 1 < stop) | (((flags & BOTH) != 0) & (part == 0)):
-            # The next step: the second block of this tile, or the next tile.
-            flags_now, part_now, next0, next1 = flags, part, place0, place1
-            part = part ^ 1
-            if ((flags_now & BOTH) == 0) | (part == 0):
-                tile, part = tile + 1, Int32(0)
-                stage = stage ^ 1
-                parity = parity ^ Int32(stage == 0)
-                smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
-                entry0, entry1, flags, shift, columns, scale = self.read_meta(base, stage, warp)
-                next0, next1 = self.places(entry0, entry1, flags, token_slots, width)
-            k_stage = self.wait_for_block(base, flags, part, 0)
-            self.multiply_keys(S, base + self.q_at + stage * TILE_BYTES + group_at, base + self.kv_at + k_stage * TILE_BYTES)
-            # O under the product of keys: the tile before goes out, or this tile's first block is brought to m of both.
+        for tile in cutlass.range(first, stop - 1, 1, unroll=1):
+            smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
+            entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+            if (flags_n & NEW) != 0:
+                k_use = k_use + 2
+                self.wait_for_block(base, k_use)
+            k_stage = step_of(k_use)[0]
+            q = base + self.q_at + stage * TILE_BYTES + group_at
+            self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
+            # The tile before last goes out while the keys are multiplied; its registers then take the next product.
             self.store_partial(O, lane, done0, done1, partials)
-            if part_now != 0:
-                self.rescale(O, factors)
             hopper.pin(O)
-            v_stage = self.wait_for_block(base, flags_now, part_now, 1)
-            self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES, part_now)
+            if (flags & NEW) != 0:
+                v_use = v_use + 2
+                self.wait_for_block(base, v_use)
+            v_stage = step_of(v_use)[0]
+            self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES)
             hopper.wait(1, S)
-            last = ((flags & BOTH) == 0) | (part != 0)  # step of its tile
-            self.release(base, lane, "q_empty", stage, last)
-            self.release(base, lane, "kv_empty", k_stage, ((flags >> (2 * part)) & LAST) != 0)
-            self.probabilities(S, ms, ls, factors, lane, entry0, entry1, shift, columns, scale, part)
-            self.store_sums(ms, ls, lane, next0, next1, sums, last)
+            self.release(base, lane, "q_empty", stage, Int32(1))
+            self.release(base, lane, "kv_empty", k_stage, flags_n & LAST)
+            next0, next1 = self.places(entry0, entry1, flags_n, token_slots, width)
+            self.probabilities(S, lane, entry0, entry1, shift, columns, scale, next0, next1, sums)
             hopper.pin(S)
             # Keeps ptxas from moving the wait ahead of the exponentials, which would end the overlap.
             ptx.asm(
@@ -339,34 +325,32 @@ class Prefill(TileLoader):
             )
             ptx.warp_barrier()
             hopper.wait(0, O)
-            self.release(base, lane, "kv_empty", v_stage, ((flags_now >> (2 * part_now)) & LAST) != 0)
+            self.release(base, lane, "kv_empty", v_stage, flags & LAST)
             self.round_probabilities(S, P)
-            done0, done1 = ptx.select(part == 0, place0, Int32(-1)), ptx.select(part == 0, place1, Int32(-1))
-            place0, place1 = next0, next1
+            done0, done1 = place0, place1
+            place0, place1, flags = next0, next1, flags_n
+            stage = stage + 1
+            if stage == self.q_stages:
+                stage, parity = Int32(0), parity ^ 1
         self.store_partial(O, lane, done0, done1, partials)
-        if part != 0:
-            self.rescale(O, factors)
         hopper.pin(O)
-        v_stage = self.wait_for_block(base, flags, part, 1)
-        self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES, part)
+        if (flags & NEW) != 0:
+            v_use = v_use + 2
+            self.wait_for_block(base, v_use)
+        self.multiply_values(O, P, base + self.kv_at + step_of(v_use)[0] * TILE_BYTES)
         hopper.wait(0, O)
         self.store_partial(O, lane, place0, place1, partials)
 
-    @cute.jit
-    def wait_for_block(self, base: Int32, flags: Int32, part: Int32, values: cutlass.Constexpr):
-        """The stage of a step's K or V, once it is full."""
-        stage, parity = stage_of((flags >> BLOCK_BIT) + part)
-        stage = stage + values
-        if ((flags >> (2 * part)) & NEW) != 0:
-            smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
-        return stage
+    def wait_for_block(self, base, use):
+        stage, parity = step_of(use)
+        smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
 
     def release(self, base, lane, name, stage, ok):
-        hopper.mbarrier_arrive_if(self.bar(base, name, stage), Int32((lane == 0) & ok))
+        hopper.mbarrier_arrive_if(self.bar(base, name, stage), Int32((lane == 0) & (ok != 0)))
 
     def places(self, entry0, entry1, flags, token_slots, width):
         """Number of the partial of each half of the rows; -1: none."""
-        head_slots = (flags >> HEAD_BIT) * width
+        head_slots = (flags >> 8) * width
         numbers = [(entry >> 5) * token_slots + head_slots + (entry & 31) for entry in (entry0, entry1)]
         return [ptx.select(entry < 0, Int32(-1), n) for entry, n in zip((entry0, entry1), numbers)]
 
@@ -374,22 +358,19 @@ class Prefill(TileLoader):
     def probabilities(
         self,
         S: cute.Tensor,
-        ms: cute.Tensor,
-        ls: cute.Tensor,
-        factors: cute.Tensor,
         lane: Int32,
         entry0: Int32,
         entry1: Int32,
         shift: Int32,
         columns: Int32,
         scale: Float32,
-        part: Int32,
+        place0: Int32,
+        place1: Int32,
+        sums: Int64,
     ):
-        """S becomes P, unrounded; m and l go on from those of the tile's step before, if there was one (`part` 1)."""
+        """S becomes P, unrounded; writes m and l."""
         column = (lane & 3) * 2
-        columns = columns >> (16 * part)
-        seen, hidden = columns & 0xFF, (columns >> 8) & 0xFF
-        shift = shift - 128 * part
+        seen, hidden = columns & 0xFF, columns >> 8
         limits = [ptx.minimum_i32(seen, (entry >> 5) + shift) for entry in (entry0, entry1)]
         limits = [ptx.select(entry < 0, Int32(127), x) for entry, x in zip((entry0, entry1), limits)]
         if (limits[0] < 127) | (limits[1] < 127) | (hidden > 0):
@@ -401,36 +382,20 @@ class Prefill(TileLoader):
             for i in cutlass.range_constexpr(64):
                 S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], -S[i])
         scale = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
-        for half in cutlass.range_constexpr(2):
-            before = ptx.select(part != 0, ms[half], Float32(softmax.EMPTY))
-            ms[half], total = self.exponentials(S, half, scale, before)
-            factors[half] = ptx.exp2(before - ms[half])
-            ls[half] = ptx.fma(ptx.select(part != 0, ls[half], Float32(0.0)), factors[half], total)
-
-    @cute.jit
-    def store_sums(
-        self,
-        ms: cute.Tensor,
-        ls: cute.Tensor,
-        lane: Int32,
-        place0: Int32,
-        place1: Int32,
-        sums: Int64,
-        ok: cutlass.Boolean,
-    ):
         places = (place0, place1)
         for half in cutlass.range_constexpr(2):
+            top, total = self.exponentials(S, half, scale)
             row = (lane >> 2) + (8 * half if self.rows == 16 else 0)
             at = sums + (Int64(places[half]) * self.rows + Int64(row)) * 8
-            words = [ptx.f32_bits(ms[half]), ptx.f32_bits(ls[half])]
-            ptx.store_words_if(at, words, Int32(((lane & 3) == 0) & (places[half] >= 0) & ok))
+            words = [ptx.f32_bits(top), ptx.f32_bits(total)]
+            ptx.store_words_if(at, words, Int32((column == 0) & (places[half] >= 0)))
 
-    def exponentials(self, S, half, scale, before):
-        """Of the accumulators of one half, in place: (m, at least `before`, and l of this step) of the row."""
+    def exponentials(self, S, half, scale):
+        """Of the accumulators of one half, in place: (m, l) of the row."""
         at = [4 * n + 2 * half + k for n in range(16) for k in range(2)]
         logits = [S[i] for i in at]
         top = ptx.maximum(ptx.multiply(self.row_maximum(logits), scale), Float32(softmax.EMPTY))
-        top = ptx.maximum(top + Float32(self.lift), before)
+        top = top + Float32(self.lift)
         p = [ptx.exp2(ptx.fma(x, scale, -top)) for x in logits]
         totals = p[:2]
         for i in range(2, 32):
@@ -453,10 +418,6 @@ class Prefill(TileLoader):
     def round_probabilities(self, S, P):
         for j in range(32):
             P[j] = self.pack(S[2 * j], S[2 * j + 1])
-
-    def rescale(self, O, factors):
-        for i in range(64):
-            O[i] = ptx.multiply(O[i], factors[(i >> 1) & 1])
 
     @cute.jit
     def store_partial(self, O: cute.Tensor, lane: Int32, place0: Int32, place1: Int32, partials: Int64):
@@ -508,7 +469,6 @@ class Prefill(TileLoader):
         combine_token: Int32,
         combine_tokens: Int32,
         combine_head: Int32,
-        combine_heads: Int32,
         selective: Int32,
         stream: cuda.CUstream,
     ):
@@ -551,12 +511,11 @@ class Prefill(TileLoader):
             combine_token,
             combine_tokens,
             combine_head,
-            combine_heads,
             selective,
         ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
 
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 5
+    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 4
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
     return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]

@@ -24,20 +24,19 @@ using CountParams =
     launch::Params<Address, Address, Address, Address, Address,  // ids, page table, offsets, lengths, formulation
                    Address, Address,                             // counts, state
                    I64, I64, I64, I64,                           // bytes: ids token, head, slot; page table row
-                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,
-                   I32>;  // T, B, Hkv, K, M, P, log2 page, reach, blocks, causal, pair blocks
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32,
+                   I32>;  // T, B, Hkv, K, M, P, log2 page, reach, blocks, causal
 using ScanParams = launch::Params<Address, Address, Address, Address, Address, Address,  // offsets, lengths,
                                                                                          // formulation, counts, bins,
                                                                                          // rows
-                                  I32, I32, I32, I32, I32,                               // T, B, Hkv, reach, blocks
-                                  I32, I32, I32, I32, I32, I32>;  // log2 chunk, its heads, tail: first head, log2
-                                                                  // chunk, its heads; log2 tile
+                                  I32, I32, I32, I32, I32, I32, I32,
+                                  I32>;  // T, B, Hkv, reach, blocks, log2 chunk, its heads, log2 tile
 using ScatterParams =
-    launch::Params<Address, Address, Address, Address, Address,            // ids, page table, offsets, lengths, state
-                   Address, Address, Address, Address, Address, Address,   // counts, bins, rows, chunks, heads, entries
-                   I64, I64, I64, I64,                                     // as CountParams
-                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,  // as CountParams
-                   I32, I32, I32, I32, I32, I32, I32>;                     // as ScanParams; most tiles
+    launch::Params<Address, Address, Address, Address, Address,           // ids, page table, offsets, lengths, state
+                   Address, Address, Address, Address, Address, Address,  // counts, bins, rows, chunks, heads, entries
+                   I64, I64, I64, I64,                                    // as CountParams
+                   I32, I32, I32, I32, I32, I32, I32, I32, I32, I32,      // as CountParams
+                   I32, I32, I32, I32, I32>;  // log2 chunk, its heads, log2 tile, segments, most tiles
 using ForwardParams =
     launch::Params<Map, Map, Map,                                // q, K, V
                    Address, Address, Address, Address, Address,  // chunks, heads, entries, partials, sums
@@ -45,8 +44,8 @@ using ForwardParams =
                    I32, I32, I32, I32, I32,            // chunk: number, first token, tokens, first head, heads
                    I32, I32, I32, I32, I32, I32, I32,  // Hkv, group, K, log2 page, most tiles, early, 0
                    float,
-                   // the combination of the chunk before: as CombineParams; first token, tokens, first head, heads
-                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32, I32, I32,
+                   // the combination of the chunk before: as CombineParams, its first token, tokens, first head
+                   Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32, I32,
                    I32>;  // some sequences may not take part
 using CombineParams = launch::Params<Address, Address, Address, Address, Address,
                                      Address,                  // partials, sums, state, out, lse, v_scale
@@ -122,13 +121,10 @@ constexpr int kUnitBits = 8;  // UNIT_BITS of invert.py
 // many blocks; fewer leave less between writing and reading a partial.
 constexpr int kChunkBits = 11, kLongChunkBits = 12;
 constexpr I64 kLongBlocks = 512;
-// Of a token that sees more blocks, none are taken in pairs: it has few pairs, and the third bin of a pair leaves one
-// tile more partly filled.
-constexpr I32 kPairBlocks = 256;
 constexpr I64 kPlaces = 3;           // chunks whose partial results are kept: see sm90/prefill.py, Chunks
 constexpr I64 kMostFusedSlots = 16;  // SLOTS of shared/partials.py
 constexpr I64 kCombiners = 6;        // CTAs of prefill_combine.py that shared memory admits on a multiprocessor
-constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{384} << 20;
+constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 20;
 // A CTA of the forward should have some twenty tiles of 8 tokens a launch: 512 / 64k took 0.167, 0.157 and 0.163 ms
 // with 4, 2 and 1 heads a chunk.
 constexpr I64 kLeastChoices = 16384;
@@ -141,7 +137,7 @@ I64 partial_bytes(I64 slots, int rows) { return slots * rows * 256; }
 I64 sums_bytes(I64 slots, int rows) { return slots * rows * 8; }
 
 struct Shape {
-  I64 tokens, heads, requests, width, table, page, pages, blocks, bins, group, reach;
+  I64 tokens, heads, requests, width, table, page, pages, blocks, group, reach;
   explicit Shape(const DecodeArguments& a)
       : tokens(a.q.size(0)),
         heads(a.k_cache.size(1)),
@@ -151,7 +147,6 @@ struct Shape {
         page(a.k_cache.size(2)),
         pages(a.k_cache.size(0)),
         blocks(ceil_div(table * page, 128)),
-        bins(ceil_div(blocks, 2) * 3),
         group(a.q.size(1) / heads),
         reach(std::min<I64>(table * page, INT32_MAX)) {}
 };
@@ -167,10 +162,10 @@ struct Workspace {
       return start;
     };
     const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * p.chunk_heads * s.width;
-    counts = take(p.units * s.heads * s.bins * 4);
+    counts = take(p.units * s.heads * s.blocks * 4);
     state = take(s.tokens * s.heads * 8);
-    bins = take(p.rows_of_bins * s.bins * 8);
-    rows = take(p.rows_of_bins * 4);
+    bins = take(p.segments * s.heads * s.blocks * 8);
+    rows = take(p.segments * s.heads * 4);
     chunks = take((p.chunks + 1) * 4);
     heads = take(p.most_tiles * kHeadBytes);
     entries = take(p.most_tiles * (128 / p.rows) * 4);
@@ -199,8 +194,7 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
             slot = a.block_indices.stride(2) * 4, row = a.block_table.stride(0) * 4;
   const I32 page_bits = s.page == 128 ? 7 : 6, tile_bits = p.rows == 16 ? 3 : 4, causal = a.causal ? 1 : 0;
   const launch::Grid units{static_cast<unsigned>(p.units), static_cast<unsigned>(s.heads)};
-  const launch::Grid segments{static_cast<unsigned>(std::max(p.segments, p.tail_segments)),
-                              static_cast<unsigned>(s.heads)};
+  const launch::Grid segments{static_cast<unsigned>(p.segments), static_cast<unsigned>(s.heads)};
   run(cubins::invert_count, units, device,
       CountParams{{a.block_indices.data_ptr(),
                    a.block_table.data_ptr(),
@@ -222,12 +216,11 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
                    page_bits,
                    narrow(s.reach),
                    narrow(s.blocks),
-                   causal,
-                   kPairBlocks}});
+                   causal}});
   run(cubins::invert_scan, segments, device,
       ScanParams{{a.cu_seqlens_q.data_ptr(), a.seqused_k.data_ptr(), formulation, base + w.counts, base + w.bins,
                   base + w.rows, narrow(s.tokens), narrow(s.requests), narrow(s.heads), narrow(s.reach),
-                  narrow(s.blocks), p.chunk_bits, p.chunk_heads, p.tail_head, p.tail_bits, p.tail_heads, tile_bits}});
+                  narrow(s.blocks), p.chunk_bits, p.chunk_heads, tile_bits}});
   run(cubins::invert_scatter, units, device,
       ScatterParams{{a.block_indices.data_ptr(),
                      a.block_table.data_ptr(),
@@ -254,13 +247,10 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
                      narrow(s.reach),
                      narrow(s.blocks),
                      causal,
-                     kPairBlocks,
                      p.chunk_bits,
                      p.chunk_heads,
-                     p.tail_head,
-                     p.tail_bits,
-                     p.tail_heads,
                      tile_bits,
+                     narrow(p.segments),
                      narrow(p.most_tiles)}});
 }
 
@@ -284,27 +274,13 @@ KvStationaryPlan plan_kv_stationary(const DecodeArguments& a, int chunk_bits, in
     const I64 slots = p.chunk_heads * s.width;
     while (p.chunk_bits > kUnitBits && partial_bytes(slots << p.chunk_bits, p.rows) > kMostPartialBytes) --p.chunk_bits;
   }
-  p.tail_head = narrow(s.heads), p.tail_bits = p.chunk_bits, p.tail_heads = p.chunk_heads;
-  if (chunk_bits == 0 && chunk_heads == 0 && s.width <= kMostFusedSlots) {
-    if (p.chunk_heads % 2 == 0 && p.chunk_heads < s.heads) {
-      p.tail_head = narrow(s.heads) - p.chunk_heads;
-      p.tail_heads = p.chunk_heads / 2;
-    } else if (p.chunk_heads == 1 && s.tokens > I64{1} << (p.chunk_bits - 1)) {
-      p.tail_head = narrow(s.heads) - 1;
-      --p.tail_bits;
-    }
-  }
   p.units = ceil_div(s.tokens, I64{1} << kUnitBits) + s.requests;
   p.token_chunks = ceil_div(s.tokens, I64{1} << p.chunk_bits);
-  p.tail_token_chunks = ceil_div(s.tokens, I64{1} << p.tail_bits);
-  p.main_chunks = p.token_chunks * (p.tail_head / p.chunk_heads);
-  p.chunks = p.main_chunks + p.tail_token_chunks * ((s.heads - p.tail_head) / p.tail_heads);
+  p.chunks = p.token_chunks * (s.heads / p.chunk_heads);
   p.segments = p.token_chunks + s.requests;
-  p.tail_segments = p.tail_token_chunks + s.requests;
-  p.rows_of_bins = p.segments * p.tail_head + p.tail_segments * (s.heads - p.tail_head);
   // Every bin may leave one tile partly filled.
   const I64 choices = s.tokens * s.heads * s.width;
-  p.most_tiles = choices / (128 / p.rows) + std::min(p.rows_of_bins * s.bins, choices);
+  p.most_tiles = choices / (128 / p.rows) + std::min(p.segments * s.heads * s.blocks, choices);
   p.workspace_bytes = Workspace(s, p).bytes;
   return p;
 }
@@ -321,9 +297,9 @@ const char* kv_stationary_refuses(const DecodeArguments& a) {
       if (!launch::fits_tensor_map(cache->size(i), cache->stride(i) * size))
         return "the KV-stationary prefill takes strides of the caches that a tensor map can hold";
   const KvStationaryPlan p = plan_kv_stationary(a);
-  const I64 bins = p.rows_of_bins * s.bins;
-  if (bins >= INT32_MAX / 2 || p.most_tiles >= INT32_MAX ||
-      p.units * s.heads * s.bins * 4 + bins * 8 > kMostListBytes + s.tokens * s.heads * s.width * 16)
+  const I64 bins = p.segments * s.heads * s.blocks;
+  if (bins >= INT32_MAX || p.most_tiles >= INT32_MAX ||
+      p.units * s.heads * s.blocks * 4 + bins * 8 > kMostListBytes + s.tokens * s.heads * s.width * 16)
     return "the KV-stationary prefill would need too large lists for this many sequences and this wide a page table";
   return nullptr;
 }
@@ -348,15 +324,11 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
   const I32 selective = formulation != nullptr ? 1 : 0;
   struct Chunk {
     I64 first_token, tokens, first_head, place;
-    I32 heads;
   };
   auto chunk_of = [&](I64 number) {
-    const bool tail = number >= p.main_chunks;
-    const I64 local = tail ? number - p.main_chunks : number, across = tail ? p.tail_token_chunks : p.token_chunks;
-    const int bits = tail ? p.tail_bits : p.chunk_bits, heads = tail ? p.tail_heads : p.chunk_heads;
-    const I64 first = local % across << bits;
-    return Chunk{first, std::min(s.tokens - first, I64{1} << bits), (tail ? p.tail_head : 0) + local / across * heads,
-                 number % kPlaces, heads};
+    const I64 first = number % p.token_chunks << p.chunk_bits;
+    return Chunk{first, std::min(s.tokens - first, I64{1} << p.chunk_bits), number / p.token_chunks * p.chunk_heads,
+                 number % kPlaces};
   };
   // Combines a chunk by itself; the forward of the next chunk has these arguments too.
   auto combine_params = [&](const Chunk& c) {
@@ -364,7 +336,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                           address(a.lse), address(a.v_scale), a.out.stride(0) * 2, a.out.stride(1) * 2,
                           a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
                           a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
-                          narrow(c.first_token), narrow(c.tokens), narrow(c.first_head), c.heads, narrow(s.heads),
+                          narrow(c.first_token), narrow(c.tokens), narrow(c.first_head), p.chunk_heads, narrow(s.heads),
                           narrow(s.group), narrow(s.width), selective}};
   };
   const I64 ctas = launch::multiprocessors(device);
@@ -372,7 +344,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
     const Chunk c = chunk_of(number);
     const bool beside = fused && number > 0;
     const auto [partials, sums, state, out, lse, v_scale, out_token, out_head, lse_token, lse_head, scale_head,
-                first_token, tokens, first_head, combined_heads, heads, group, width, some] =
+                first_token, tokens, first_head, chunk_heads, heads, group, width, some] =
         combine_params(beside ? chunk_of(number - 1) : c).values;
     run(forward, {static_cast<unsigned>(ctas)}, device,
         ForwardParams{{q_map,
@@ -391,7 +363,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        narrow(c.first_token),
                        narrow(c.tokens),
                        narrow(c.first_head),
-                       c.heads,
+                       chunk_heads,
                        heads,
                        group,
                        width,
@@ -414,10 +386,9 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        first_token,
                        beside ? tokens : 0,
                        first_head,
-                       combined_heads,
                        some}});
     if (!fused || number + 1 == p.chunks) {
-      const I64 rows = c.tokens * c.heads;
+      const I64 rows = c.tokens * p.chunk_heads;
       run(combine, {static_cast<unsigned>(fused ? std::min(rows, kCombiners * ctas) : rows)}, device,
           combine_params(c));
     }

@@ -11,12 +11,7 @@ struct KvStationaryPlan {
   int rows;  // of a token in a tile: 16, or 8 for up to 8 query heads a KV head
   // A chunk, whose partial results are kept at a time: 2^chunk_bits tokens x chunk_heads KV heads (a divisor of Hkv).
   int chunk_bits, chunk_heads;
-  // KV heads from tail_head on are cut finer, so that little is left to combine behind the last chunk.
-  int tail_head, tail_bits, tail_heads;
-  std::int64_t units, segments, tail_segments;   // segments of a KV head
-  std::int64_t token_chunks, tail_token_chunks;  // chunks of a group of KV heads
-  std::int64_t main_chunks, chunks;              // those of heads below tail_head, all
-  std::int64_t rows_of_bins, most_tiles;
+  std::int64_t units, segments, token_chunks, chunks, most_tiles;
   std::int64_t workspace_bytes;
 };
 
