@@ -28,7 +28,7 @@ def problem(q="bfloat16", kv="bfloat16", tokens=2000, batch=2, heads=(32, 2), pa
 
 def plan(arguments, formulation=0):
     query, k_cache, v_cache, ids, table, cu, used = arguments[2:9]
-    return operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)
+    return operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)[0]
 
 
 @check
@@ -146,6 +146,25 @@ def other_architectures_decode(driver):
         assert "compute capability 9.0 only" in error_of(plan, problem(), formulation)
     assert plan(problem(), DECODE) == DECODE
     assert not driver.launches
+
+
+@check
+def reports_its_workspace(driver):
+    """By formulation, what a call allocates beside its results; never more than 1 GiB for 131,072 tokens of 64/4 heads."""
+    import torch
+
+    plan_of = operators().aot_attention_plan
+    for tokens, width in ((40, 4), (4096, 64), (131072, 1024)):
+        q, cache = torch.empty(tokens, 64, 128, dtype=torch.bfloat16), torch.zeros(4, 4, 128, 128, dtype=torch.bfloat16)
+        ids = torch.zeros(1, 4, 16, dtype=torch.int32).expand(tokens, 4, 16)
+        table, cu, used = (torch.zeros(n, dtype=torch.int32) for n in ((1, width), 2, 1))
+        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number) for number in (1, 2, 3, 4)}
+        assert all(number == plan for number, (plan, _) in found.items())
+        union, kv_stationary, decode, both = (found[number][1] for number in (1, 2, 3, 4))
+        lists = operators().aot_union_lists(q, cache, ids, table, cu, used, True)
+        assert union == lists.numel() and decode == 0 and kv_stationary > 0
+        assert both == union + kv_stationary <= 1 << 30
+    driver.launches.clear()
 
 
 @needs_variant

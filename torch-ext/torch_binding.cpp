@@ -1,6 +1,6 @@
 // Schemas of the ahead-of-time backend's operators, and the checks that keep a direct caller inside the tensors given.
-// The public Python functions check first and say more; these errors are for callers of torch.ops. One thing is theirs to
-// keep: with slots for pages (launch/cache.h), a length may not reach past the last slot (m3_sparse/_contiguous.py).
+// The public Python functions check first and say more; these errors are for callers of torch.ops. One thing is theirs
+// to keep: with slots for pages (launch/cache.h), a length may not reach past the last slot (m3_sparse/_contiguous.py).
 #include "torch_binding.h"
 
 #include <torch/csrc/stable/library.h>
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <tuple>
 
 #include "launch/cache.h"
 #include "launch/combine.h"
@@ -353,14 +354,16 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
   m3_sparse::attention(a, m3_sparse::plan_attention(a, wanted), static_cast<int>(splits), overlap);
 }
 
-std::int64_t aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table,
-                                Tensor cu_seqlens_q, Tensor seqused_k, bool causal, std::int64_t formulation) {
+std::tuple<std::int64_t, std::int64_t> aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache,
+                                                          Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
+                                                          Tensor seqused_k, bool causal, std::int64_t formulation) {
   const std::optional<Tensor> none;
   const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, v_cache, block_indices, block_table, cu_seqlens_q,
                                      seqused_k, none, none, 1.0,     causal};
   check_attention(a);
   STD_TORCH_CHECK(formulation >= 0 && formulation <= 4, "formulation: expected 0 to 4");
-  return static_cast<std::int64_t>(m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation)));
+  const auto plan = m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation));
+  return {static_cast<std::int64_t>(plan), m3_sparse::attention_workspace(a, plan)};
 }
 
 Tensor aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
@@ -459,10 +462,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "aot_dense_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
       "block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, Tensor? k_scale, Tensor? "
       "v_scale, int splits=0) -> ()");
-  // The formulation that such a call takes, as a number of launch/prefill.h; an error if a forced one cannot take it.
+  // The formulation that such a call takes, as a number of launch/prefill.h, and the bytes that it allocates; an error
+  // if a forced one cannot take it.
   ops.def(
       "aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table, Tensor "
-      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> int");
+      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> (int, int)");
   // The lists of the union tiles as they lie in memory (launch/prefill_union.cpp).
   ops.def(
       "aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, "

@@ -270,6 +270,38 @@ def test_bits_of_a_row_do_not_depend_on_the_batch_nor_on_unseen_bytes(splits):
         assert_same(whole, run((q, *clean, table), lengths, splits), f"tail {value}")
 
 
+def test_chunks_of_a_prompt_have_the_bits_of_the_whole():
+    """With one split, as a prompt that fills the card has; with more, in tolerance."""
+    args, lengths = make([700], [2500], (32, 2))
+    q, k_cache, v_cache, table = args
+    whole = {splits: run(args, lengths, splits) for splits in (1, 3)}
+    for first, last in ((0, 300), (300, 317), (317, 700)):
+        part = {
+            "cu_seqlens_q": torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
+            "seqused_k": torch.tensor([1800 + last], dtype=torch.int32, device=DEVICE),
+        }
+        chunk = (q[first:last], k_cache, v_cache, table)
+        assert_same(run(chunk, part, 1), [x[first:last] for x in whole[1]], f"tokens {first} to {last}")
+        assert_close(run(chunk, part, 3), [x[first:last].double() for x in whole[3]], f"tokens {first} to {last}")
+
+
+@pytest.mark.parametrize("q_len, batch", [(1, 1), (1, 64), (131072, 1)])
+def test_workspace_is_bounded(q_len, batch):
+    """Partial states of split keys: 16 MiB, and none for a long prompt."""
+    q = torch.zeros(batch * q_len, 64, 128, dtype=BF16, device=DEVICE)
+    cache = torch.zeros(1, 4, 128, 128, dtype=BF16, device=DEVICE)
+    table = torch.zeros(batch, 256, dtype=torch.int32, device=DEVICE)
+    used = torch.full((batch,), 512, dtype=torch.int32, device=DEVICE)
+    cu = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * q_len
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    operator()(out, lse, q, cache, cache, table, cu, used, 0.1, True, None, None)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= (0 if q_len > 1 else (16 << 20) + 2048)
+
+
 def test_graph_replay_follows_lengths_and_pages():
     args, lengths = make([1, 1, 4], [5000, 130, 2000], (64, 4))
     q, k_cache, v_cache, table = args

@@ -62,6 +62,13 @@ Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
   return kv_stationary ? Formulation::kv_stationary : Formulation::decode;
 }
 
+std::int64_t attention_workspace(const DecodeArguments& a, Formulation plan) {
+  const bool lists = plan == Formulation::union_tiles || plan == Formulation::by_sequence;
+  const bool partials = plan == Formulation::kv_stationary || plan == Formulation::by_sequence;
+  if (a.q.size(0) * a.k_cache.size(1) == 0) return 0;
+  return (lists ? union_workspace_bytes(a) : 0) + (partials ? plan_kv_stationary(a).workspace_bytes : 0);
+}
+
 void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap) {
   switch (plan) {
     case Formulation::union_tiles:

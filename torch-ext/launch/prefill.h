@@ -18,6 +18,9 @@ enum class Formulation {
 // with the reason, if that cannot take the call.
 Formulation plan_attention(const DecodeArguments& a, Formulation wanted);
 
+// Bytes that `attention` allocates by this plan, by shapes and device alone.
+std::int64_t attention_workspace(const DecodeArguments& a, Formulation plan);
+
 // By `plan`, which is not automatic. `splits` and `overlap` as in decode.h.
 void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap);
 

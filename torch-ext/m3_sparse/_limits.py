@@ -3,7 +3,7 @@
 The choice of a backend and `explain` read these; nothing here looks at a value on a device.
 """
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 
@@ -82,8 +82,10 @@ PLANS = {
 
 def plan(
     q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, causal=True, formulation=None
-) -> int:
-    """The formulation that sparse_attention takes on aot: a key of PLANS. NotImplementedError if a forced one can't."""
+) -> Tuple[int, int]:
+    """The formulation that sparse_attention takes on aot, a key of PLANS, and the bytes that it allocates beside its
+    results. NotImplementedError if a forced one can't.
+    """
     wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
     tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
     try:
@@ -102,7 +104,8 @@ def explain_plan(arguments: dict) -> Optional[str]:
         tensors[name] = int32(tensors[name]) if name != "block_indices" else tensors[name].int()
     given = {name: arguments[name] for name in ("causal", "formulation") if name in arguments}
     try:
-        return PLANS[plan(**tensors, **given)]
+        number, workspace = plan(**tensors, **given)
+        return f"{PLANS[number]}; workspace {workspace / 2**20:.1f} MiB"
     except NotImplementedError as error:
         return f"none: {error}"
 
