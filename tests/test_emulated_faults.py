@@ -13,6 +13,7 @@ import m3_sparse
 from m3_sparse import ops
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+UNION = 1  # of launch/prefill.h
 
 
 def attend(splits, kv):
@@ -42,17 +43,21 @@ def select(blocks, kv):
     return run
 
 
-def attend_by_blocks(emulation, kv):
-    """Many tiles for a CTA, in chunks that are combined beside the next."""
-    case = cases.make([14, 5], [500, 77], heads=(16, 1), dtype=BF16, kv_dtype=kv, page=64, topk=4, seed=5)
+def attend_on_blackwell(emulation, formulation):
+    """All tiles in one CTA; KV-stationary in chunks that are combined beside the next."""
+    case = cases.make([14, 5, 9], [500, 77, 300], heads=(16, 1), dtype=BF16, kv_dtype=E4M3, page=64, topk=4, seed=5)
     (q, k_cache, v_cache, ids, table), options = case.sparse()
     lengths = (options["cu_seqlens_q"], options["seqused_k"])
+    pipeline = emulation.wrapped(getattr(ops, "ops", ops).aot_sparse_attention_kv_stationary.default)
 
     def run():
         out, lse = cases.nan_like(q.shape, q.dtype), cases.nan_like(q.shape[:2], torch.float32)
-        call = emulation.wrapped(getattr(ops, "ops", ops).aot_sparse_attention_kv_stationary.default)
+        arguments = (out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, True, None, None)
         with emulation.device("sm_100", 1):
-            call(out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, True, None, None, None, 8, 1)
+            if formulation == "union":
+                ops.BUILT["sparse_attention", "aot"](*arguments, 0, True, UNION)
+            else:
+                pipeline(*arguments, None, 8, 1)
         return out, lse
 
     return run
@@ -105,9 +110,10 @@ def test_faults_are_noticed(emulation, name):
     assert len(missed) <= (1 - least) * len(found[name]), missed
 
 
-def test_faults_of_blackwell_are_noticed(emulation):
-    name = "prefill_bf16_e4m3_r16"
-    verdict = verdicts(emulation, name, attend_by_blocks(emulation, E4M3), "sm100a")
+@pytest.mark.parametrize("name", ["prefill_bf16_e4m3_r16", "prefill_union_e4m3"])
+def test_faults_on_blackwell_are_noticed(emulation, name):
+    run = attend_on_blackwell(emulation, "union" if "union" in name else "kv_stationary")
+    verdict = verdicts(emulation, name, run, "sm100a")
     missed = [(m.kind, m.line) for m, by in verdict if by is None]
     print(faults.table(verdict), missed)
     assert len(verdict) >= 80 and len(missed) <= 0.05 * len(verdict), missed
