@@ -106,8 +106,8 @@ bool is_float8(const DecodeArguments& a) { return a.k_cache.element_size() == 1;
 // Of the fp16 copies of K and V, a page for each entry of the page table.
 I64 widened_bytes(const Shape& s) { return 2 * s.requests * s.table * s.heads * s.page * 128 * 2; }
 
-Map copy_map(const void* base, const Shape& s) {
-  return launch::tensor_map(base, 2, {128, s.page, s.heads, s.requests * s.table},
+Map copy_map(const Tensor& copies, const void* base, const Shape& s) {
+  return launch::tensor_map(copies, base, 2, {128, s.page, s.heads, s.requests * s.table},
                             {256, s.page * 256, s.heads * s.page * 256}, {64, static_cast<unsigned>(s.page), 1, 1});
 }
 
@@ -120,24 +120,11 @@ Tensor widen(const DecodeArguments& a, const Shape& s, Address choice) {
   const auto& program =
       a.k_cache.scalar_type() == ScalarType::Float8_e4m3fn ? cubins::prefill_widen_e4m3 : cubins::prefill_widen_e5m2;
   launch::run(program, {static_cast<unsigned>(entries), static_cast<unsigned>(s.heads)}, device_of(a),
-              WidenParams{{a.k_cache.data_ptr(),
-                           a.v_cache.data_ptr(),
-                           base,
-                           base + widened_bytes(s) / 2,
-                           a.block_table.data_ptr(),
-                           a.seqused_k.data_ptr(),
-                           choice,
-                           a.k_cache.stride(0),
-                           a.k_cache.stride(1),
-                           a.k_cache.stride(2),
-                           a.v_cache.stride(0),
-                           a.v_cache.stride(1),
-                           a.v_cache.stride(2),
-                           a.block_table.stride(0) * 4,
-                           narrow(s.table),
-                           narrow(s.pages),
-                           s.page == 128 ? 7 : 6,
-                           narrow(s.heads)}},
+              WidenParams{{a.k_cache.data_ptr(), a.v_cache.data_ptr(), base, base + widened_bytes(s) / 2,
+                           a.block_table.data_ptr(), a.seqused_k.data_ptr(), choice, a.k_cache.stride(0),
+                           a.k_cache.stride(1), a.k_cache.stride(2), a.v_cache.stride(0), a.v_cache.stride(1),
+                           a.v_cache.stride(2), a.block_table.stride(0) * 4, narrow(s.table), narrow(s.pages),
+                           s.page == 128 ? 7 : 6, narrow(s.heads)}},
               kOverlap);
   return copies;
 }
@@ -167,8 +154,9 @@ const char* union_refuses(const DecodeArguments& a) {
 
 bool union_widens(const DecodeArguments& a) {
   const Shape s(a);
-  return is_float8(a) && !has_slots(a.k_cache) && s.tokens >= kLeastTokensWidened &&
-         s.tokens * kEntryTokensWidened >= s.requests * s.table * s.page && widened_bytes(s) <= kMostWidenedBytes;
+  return is_float8(a) && !has_slots(a.k_cache) && launch::available(cubins::prefill_widen_e4m3, device_of(a)) &&
+         s.tokens >= kLeastTokensWidened && s.tokens * kEntryTokensWidened >= s.requests * s.table * s.page &&
+         widened_bytes(s) <= kMostWidenedBytes;
 }
 
 UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold, bool by_entry) {
@@ -176,8 +164,9 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold, 
   const Layout layout(s);
   const int device = device_of(a);
   const I64 bytes[] = {layout.bytes};
-  UnionLists lists{s.slots, s.capacity, by_entry, nullptr, nullptr,
-                   nullptr, nullptr,    nullptr,  torch::stable::new_empty(a.q, {bytes, 1}, ScalarType::Byte)};
+  UnionLists lists{s.slots, s.capacity, by_entry,
+                   nullptr, nullptr,    nullptr,
+                   nullptr, nullptr,    torch::stable::new_empty(a.q, {bytes, 1}, ScalarType::Byte)};
   char* const base = static_cast<char*>(lists.memory.data_ptr());
   lists.tiles = base + layout.tiles;
   lists.counts = base + layout.counts;
@@ -210,7 +199,7 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold, 
                            narrow(s.capacity),
                            by_entry ? 1 : 0}},
               kOverlap);
-  if (threshold == 0) threshold = union_threshold(is_float8(a) && !by_entry);
+  if (threshold == 0) threshold = union_threshold(is_float8(a) && !by_entry, launch::compute_capability(device));
   if (choose)
     launch::run(cubins::union_choice, {static_cast<unsigned>(s.requests)}, device,
                 ChoiceParams{{a.cu_seqlens_q.data_ptr(), lists.counts, lists.choice, narrow(s.requests),
@@ -229,13 +218,13 @@ void prefill_union(const DecodeArguments& a, const UnionLists& lists, bool by_ch
   if (lists.by_entry) {
     copies = widen(a, s, choice);
     char* const base = static_cast<char*>(copies->data_ptr());
-    k_map = copy_map(base, s);
-    v_map = copy_map(base + widened_bytes(s) / 2, s);
+    k_map = copy_map(*copies, base, s);
+    v_map = copy_map(*copies, base + widened_bytes(s) / 2, s);
   } else {
     k_map = cache_map(a.k_cache);
     v_map = cache_map(a.v_cache);
   }
-  ForwardParams params{{launch::tensor_map(a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
+  ForwardParams params{{launch::tensor_map(a.q, a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
                                            {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, kGroup, kTileTokens}),
                         k_map,
                         v_map,

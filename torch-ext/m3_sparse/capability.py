@@ -18,7 +18,7 @@ from .ops import BUILT, OPERATIONS
 BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
-EMULATED = "compiled, emulated; not yet run on hardware"  # docs/ptx_emulator.md says what that proves
+EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md says what that proves
 MISSING = "not implemented"
 
 
