@@ -17,7 +17,7 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("benchmark*.py"))
 FIELDS = (
     "op impl dtype heads batch q_len kv_len selection page ms_cold ms_warm limit_ms bytes flops commit date".split()
 )
-OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge"}
+OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer"}
 
 
 def run(code, *arguments, cwd=ROOT):
@@ -133,3 +133,15 @@ def test_committed_rows(path):
         fields = [*FIELDS, "u4"] if row["op"] == "prefill" else FIELDS
         assert list(row) == fields and row["op"] in OPS and row["ms_cold"] > 0 and row["limit_ms"] >= 0
         assert not row["commit"].endswith("-dirty"), "measured on sources that no commit holds"
+
+
+def test_the_layer_benchmark_on_the_cpu(cpu_variant):
+    """At a small size: its checks, and the stock path's need."""
+    pytest.importorskip("transformers.models.minimax_m3_vl")
+    script = ROOT / "benchmarks" / "benchmark_layer.py"
+    options = ["--variant", str(cpu_variant), "--device", "cpu", "--tokens", "2300", "--hidden", "64"]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, layer, stock = done.stdout.splitlines()
+    assert "rows of 2300 tokens right" in first and layer.startswith("layer bf16 2300 tokens, hidden 64: select ")
+    assert "scores [1, 4, 2300, 2300] 0.1 GiB, bf16 mask [1, 64, 2300, 2300] 0.6 GiB" in stock

@@ -159,15 +159,15 @@ def the_adapter_copies_no_contiguous_cache(driver):
 
     capability.architecture = lambda device: "sm_90"
     layer = types.SimpleNamespace(indexer=None, layer_idx=1)
-    for q_len, kv_len in ((256, 256), (1, 1024)):
+    for q_len, kv_len in ((256, 256), (1, 1024), (130, 130), (1, 77)):
         query = torch.zeros(2, 16, q_len, 128, dtype=torch.bfloat16)
         key, value = (torch.zeros(2, 2, kv_len, 128, dtype=torch.bfloat16) for _ in range(2))
         out, _ = flash_attn_forward(layer, query, key, value, None, scaling=0.25)
         launch = next(x for x in driver.launches if "dense" in x.entry)
         for found, cache in zip(launch.params[1:3], (key, value)):
-            assert found.base == cache.data_ptr() and found.strides == (256, kv_len * 256, 256)
-            # Both rows' keys: a page starts at every token that has 127 behind it.
-            assert found.extents == (128, 128, 2, 2 * kv_len + kv_len - 127)
+            assert found.base == cache.data_ptr() and found.strides[1:] == (kv_len * 256, 256)
+            # Both rows' keys, to the last one: a box of 128 starts at any of them and ends with them.
+            assert found.extents == (128, 1, 2, 2 * kv_len + kv_len) and found.box == (64, 1, 1, 128)
         assert out.shape == (2, q_len, 16, 128) and launch.params[-1] == 0.25 and launch.params[-3] == 1
         del driver.launches[:]
 

@@ -14,6 +14,9 @@ from m3_sparse import ops
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (E4M3, E4M3)]
 STORED, FUSED = 2, 3
+AT_LEAST_1 = (17,)  # prefill_score's parameter topk (torch_binding.cpp)
+
+each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
 
 
 def select(tensors, lengths, way, scores=None, topk=16, local=1, init=0):
@@ -46,7 +49,7 @@ def make(q_lens, kv_lens, heads=4, dtypes=DTYPES[0], **options):
     return case.index()
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+@each_dtype
 @pytest.mark.parametrize("page, topk", [(128, 4), (64, 3), (128, 20)])
 def test_against_float64(emulation, dtypes, page, topk):
     tensors, lengths = make([70, 5, 0, 33], [2900, 5, 130, 700], dtypes=dtypes, page=page, pad_rows=2, seed=page)
@@ -60,17 +63,18 @@ def test_against_float64(emulation, dtypes, page, topk):
             assert torch.equal(again, scores)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
-def test_scores_below_zero_and_nan(emulation, dtypes):
+@each_dtype
+@pytest.mark.parametrize("topk", [4, 17])
+def test_scores_below_zero_and_nan(emulation, dtypes, topk):
     """The maxima by integer bits are taken again in floating point where a result has its sign bit or is a NaN."""
-    (query, keys, table), lengths = make([40], [1500], 2, dtypes, layout="dense", seed=3)
+    (query, keys, table), lengths = make([40], [1500 if topk < 17 else 2600], 2, dtypes, layout="dense", seed=3)
     query.copy_(query.float().abs().to(query.dtype))
     ahead = torch.arange(keys.shape[0])[:, None, None] % 3
     signs = torch.where(ahead == 0, -keys.float().abs(), keys.float())
     keys.copy_(torch.where(ahead == 2, torch.zeros_like(signs), signs).to(keys.dtype))
     query[7, 1, 5] = torch.nan  # a row of NaN scores
     with emulation.policy("eager+race"):
-        check((query, keys, table), lengths, topk=4)
+        check((query, keys, table), lengths, topk=topk)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 64])
@@ -122,7 +126,40 @@ def test_wrong_numbers_stay_inside(emulation):
             select((query, keys, table), lengths, way, topk=4)
 
 
-def test_every_program_was_executed(emulation):
+def check_strided(tensors, lengths, topk, local, init):
+    """The selection as `check` has it, into slots that lie apart: written in words, not by fours."""
+    _, ids = check(tensors, lengths, topk=topk, local=local, init=init)
+    query, keys, table = tensors
+    out = torch.full((*query.shape[:2], 2 * topk + 1), -77, dtype=torch.int32)
+    call = ops.BUILT["select_blocks", "aot"]
+    call(out[:, :, 1::2], None, query, keys, table, *lengths.values(), local, init, FUSED)
+    assert torch.equal(out[:, :, 1::2], ids) and (out[:, :, ::2] == -77).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("topk, local, init", [(16, 8, 7), (32, 16, 15)])
+def test_tiles_of_one_cta(emulation, dtypes, topk, local, init):
+    """Nearly all blocks are forced: so few units a tile that one CTA has them all and writes the ids. 40 requests are
+    more than a round of the search looks at."""
+    kv_len = 128 * (topk + 1) - 50
+    tensors, lengths = make([0] * 36 + [3, 1, 0, 2], [0] * 36 + [kv_len, kv_len, 0, kv_len + 128], 1, dtypes)
+    check_strided(tensors, lengths, topk, local, init)
+
+
+@pytest.mark.parametrize("topk", [16, 32])
+def test_tiles_of_several_ctas(emulation, topk):
+    """Ids of every slot, written by the fold."""
+    check_strided(*make([2], [128 * (topk + 9)], 1), topk, 1, 0)
+
+
+@each_dtype
+@pytest.mark.parametrize("topk", [3, 17])
+def test_masked_blocks(emulation, dtypes, topk):
+    """Without forced blocks a row's own is scored too, and a tile's rows lie in several."""
+    tensors, lengths = make([140], [128 * (topk + 3) + 9], 1, dtypes, page=64, seed=topk)
+    check(tensors, lengths, topk=topk, local=0)
+
+
+def test_every_block_was_executed(emulation):
     """The last test of this file."""
-    facts = emulation.driver.manifests
-    assert len([e for e in emulation.driver.programs if facts[e]["kernel"] == "prefill_score"]) == 17
+    emulation.check_coverage("prefill_score", AT_LEAST_1)

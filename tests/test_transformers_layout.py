@@ -28,6 +28,10 @@ def states(batch, heads, length, layout):
 
 def check_pages(paged, originals, pad):
     batch = originals[0].shape[0]
+    if paged.block_table is None:
+        for cached, original in zip(paged.caches, originals):
+            assert torch.equal(cached, original) and paged.leftpad is pad
+        return
     for pages, original in zip(paged.caches, originals):
         for row in range(batch):
             start = 0 if pad is None else int(pad[row])
@@ -46,23 +50,26 @@ def test_pages_hold_the_rows(batch, heads, length, padded, grad):
     pad = torch.tensor([0, length // 2, length - 1][:batch]) if padded else None
     originals = [states(batch, heads, length, layout) for layout in ("HND", "NHD", "one row for all", "odd")]
     for x in originals:
-        check_pages(cache.page_states((x.clone().requires_grad_() if grad else x,), pad), (x,), pad)
+        check_pages(cache.read_states((x,), pad, grad), (x,), pad)
     # Keys and values share a table whatever their layouts.
     pair = tuple(originals[:2])
-    check_pages(cache.page_states(tuple(x.detach().clone().requires_grad_(grad) for x in pair), pad), pair, pad)
-    check_pages(cache.page_states(pair, pad), pair, pad)
+    check_pages(cache.read_states(pair, pad, grad), pair, pad)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("length", [1, 127, 128, 300, 384])
 @pytest.mark.parametrize("layout", ["HND", "NHD", "one row for all"])
-def test_whole_blocks_without_padding_are_not_copied(layout):
-    pair = tuple(states(2, 4, 3 * PAGE, layout) for _ in range(2))
-    paged = cache.page_states(pair, None)
-    assert [x.data_ptr() for x in paged.caches] == [x.data_ptr() for x in pair]
+def test_nothing_is_copied(layout, length, padded):
+    pad = torch.tensor([0, length // 2]) if padded else None
+    pair = tuple(states(2, 4, length, layout) for _ in range(2))
+    cached = cache.read_states(pair, pad, False)
+    assert [x.data_ptr() for x in cached.caches] == [x.data_ptr() for x in pair]
+    assert [x.stride() for x in cached.caches] == [x.stride() for x in pair]
 
 
 def test_a_gradient_has_the_size_of_the_cache():
     x = states(2, 4, 300, "HND").requires_grad_()
-    paged = cache.page_states((x,), torch.tensor([0, 7]))
+    paged = cache.read_states((x,), torch.tensor([0, 7]), True)
     assert paged.caches[0].numel() < 2 * x.numel()
     paged.caches[0].sum().backward()
     # Slots before the content are in no page.

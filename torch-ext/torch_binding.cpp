@@ -1,5 +1,6 @@
 // Schemas of the ahead-of-time backend's operators, and the checks that keep a direct caller inside the tensors given.
-// The public Python functions check first and say more; these errors are for callers of torch.ops.
+// The public Python functions check first and say more; these errors are for callers of torch.ops. One thing is theirs
+// to keep: with slots for pages (launch/cache.h), a length may not reach past the last slot (m3_sparse/_contiguous.py).
 #include "torch_binding.h"
 
 #include <torch/csrc/stable/library.h>
@@ -9,7 +10,9 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <tuple>
 
+#include "launch/cache.h"
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
@@ -79,8 +82,9 @@ void check_scale(const std::optional<Tensor>& scale, const Tensor& like, std::in
 void check_scoring(const Tensor& index_q, const Tensor& index_k, const Tensor& block_table, const Tensor& cu_seqlens_q,
                    const Tensor& seqused_k) {
   STD_TORCH_CHECK(index_q.dim() == 3 && index_q.size(2) == 128, "index_q: expected [T, Hi, 128]");
-  STD_TORCH_CHECK(index_k.dim() == 3 && index_k.size(2) == 128 && (index_k.size(1) == 64 || index_k.size(1) == 128),
-                  "index_k_cache: expected [P, 64 or 128, 128]");
+  STD_TORCH_CHECK(index_k.dim() == 3 && index_k.size(2) == 128 &&
+                      (index_k.size(1) == 64 || index_k.size(1) == 128 || index_k.size(1) == 1),
+                  "index_k_cache: expected [P, 64 or 128, 128], or [N, 1, 128] for slots");
   const ScalarType q = index_q.scalar_type(), k = index_k.scalar_type();
   STD_TORCH_CHECK(
       (q == ScalarType::BFloat16 || q == ScalarType::Half || q == ScalarType::Float8_e4m3fn) &&
@@ -90,7 +94,8 @@ void check_scoring(const Tensor& index_q, const Tensor& index_k, const Tensor& b
   STD_TORCH_CHECK(block_table.dim() == 2 && block_table.scalar_type() == ScalarType::Int &&
                       (block_table.size(1) <= 1 || block_table.stride(1) == 1),
                   "block_table: expected int32 [B, M] with a contiguous last dimension");
-  const std::int64_t requests = block_table.size(0), reach = block_table.size(1) * index_k.size(1);
+  const std::int64_t requests = block_table.size(0),
+                     reach = block_table.size(1) * m3_sparse::index_page_tokens(index_k);
   STD_TORCH_CHECK(is_vector(seqused_k, ScalarType::Int) && seqused_k.size(0) == requests,
                   "seqused_k: expected int32 [B]");
   STD_TORCH_CHECK(is_vector(cu_seqlens_q, ScalarType::Int) && cu_seqlens_q.size(0) == requests + 1,
@@ -113,7 +118,8 @@ void check_scoring(const Tensor& index_q, const Tensor& index_k, const Tensor& b
 m3_sparse::Selection selection(const Tensor& index_q, const Tensor& index_k, const Tensor& block_table,
                                bool scores_wanted, std::int64_t asked) {
   using m3_sparse::Selection;
-  const std::int64_t requests = block_table.size(0), blocks = (block_table.size(1) * index_k.size(1) + 127) / 128;
+  const std::int64_t requests = block_table.size(0),
+                     blocks = (block_table.size(1) * m3_sparse::index_page_tokens(index_k) + 127) / 128;
   const auto way = static_cast<Selection>(asked);
   STD_TORCH_CHECK(asked >= 0 && asked <= 3 && !(scores_wanted && way == Selection::fused),
                   "way: expected 0 (by shape), 1 (decode_score), 2 (prefill_score, stored) or 3 (fused, no scores)");
@@ -131,7 +137,7 @@ m3_sparse::Selection selection(const Tensor& index_q, const Tensor& index_k, con
 }
 
 void check_scores(const Tensor& scores, const Tensor& index_q, const Tensor& index_k, const Tensor& block_table) {
-  const std::int64_t blocks = (block_table.size(1) * index_k.size(1) + 127) / 128;
+  const std::int64_t blocks = (block_table.size(1) * m3_sparse::index_page_tokens(index_k) + 127) / 128;
   STD_TORCH_CHECK(scores.dim() == 3 && scores.size(0) == index_q.size(0) && scores.size(1) == index_q.size(1) &&
                       scores.size(2) == blocks && scores.scalar_type() == ScalarType::Float &&
                       (blocks <= 1 || scores.stride(2) == 1) && same_device(scores, index_q),
@@ -144,8 +150,9 @@ template <typename Arguments>
 void check_paged_attention(const Arguments& a, const char* of_v_cache) {
   const Tensor &q = a.q, &k_cache = a.k_cache, &v_cache = a.v_cache, &out = a.out, &block_table = a.block_table;
   STD_TORCH_CHECK(q.dim() == 3 && q.size(2) == 128, "q: expected [T, Hq, 128]");
-  STD_TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(3) == 128 && (k_cache.size(2) == 64 || k_cache.size(2) == 128),
-                  "k_cache: expected [P, Hkv, 64 or 128, 128]");
+  STD_TORCH_CHECK(k_cache.dim() == 4 && k_cache.size(3) == 128 &&
+                      (k_cache.size(2) == 64 || k_cache.size(2) == 128 || k_cache.size(2) == 1),
+                  "k_cache: expected [P, Hkv, 64 or 128, 128], or [N, Hkv, 1, 128] for slots");
   const std::int64_t t = q.size(0), hq = q.size(1), p = k_cache.size(0), hkv = k_cache.size(1), page = k_cache.size(2);
   STD_TORCH_CHECK(v_cache.dim() == 4 && v_cache.size(0) == p && v_cache.size(1) == hkv && v_cache.size(2) == page &&
                       v_cache.size(3) == 128,
@@ -310,7 +317,7 @@ void aot_select_blocks(Tensor out, std::optional<Tensor> scores, Tensor index_q,
   if (chosen == Selection::fused)
     return m3_sparse::prefill_select(out, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, local_blocks,
                                      init_blocks);
-  const std::int64_t reach = block_table.size(1) * index_k_cache.size(1);
+  const std::int64_t reach = block_table.size(1) * m3_sparse::index_page_tokens(index_k_cache);
   if (wanted) {
     check_scores(*scores, index_q, index_k_cache, block_table);
   } else {
@@ -338,23 +345,25 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
       splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
       "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
   STD_TORCH_CHECK(
-      formulation >= 0 && formulation <= 4,
-      "formulation: expected 0 (chosen by shape), 1 (union tiles), 2 (KV-stationary), 3 (decode) or 4 (1 or 2 "
-      "for each sequence)");
+      formulation >= 0 && formulation <= 5,
+      "formulation: expected 0 (chosen by shape), 1 (union tiles), 2 (KV-stationary), 3 (decode), 4 (1 or 2 "
+      "for each sequence) or 5 (1, a float8 cache widened first)");
   if (all_rows_empty(a)) return;
   // A number of splits is one of the decode kernel.
   const auto wanted = splits == 0 ? static_cast<m3_sparse::Formulation>(formulation) : m3_sparse::Formulation::decode;
   m3_sparse::attention(a, m3_sparse::plan_attention(a, wanted), static_cast<int>(splits), overlap);
 }
 
-std::int64_t aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table,
-                                Tensor cu_seqlens_q, Tensor seqused_k, bool causal, std::int64_t formulation) {
+std::tuple<std::int64_t, std::int64_t> aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache,
+                                                          Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
+                                                          Tensor seqused_k, bool causal, std::int64_t formulation) {
   const std::optional<Tensor> none;
   const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, v_cache, block_indices, block_table, cu_seqlens_q,
                                      seqused_k, none, none, 1.0,     causal};
   check_attention(a);
-  STD_TORCH_CHECK(formulation >= 0 && formulation <= 4, "formulation: expected 0 to 4");
-  return static_cast<std::int64_t>(m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation)));
+  STD_TORCH_CHECK(formulation >= 0 && formulation <= 5, "formulation: expected 0 to 5");
+  const auto plan = m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation));
+  return {static_cast<std::int64_t>(plan), m3_sparse::attention_workspace(a, plan)};
 }
 
 Tensor aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
@@ -453,10 +462,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "aot_dense_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
       "block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, Tensor? k_scale, Tensor? "
       "v_scale, int splits=0) -> ()");
-  // The formulation that such a call takes, as a number of launch/prefill.h; an error if a forced one cannot take it.
+  // The formulation that such a call takes, as a number of launch/prefill.h, and the bytes that it allocates; an error
+  // if a forced one cannot take it.
   ops.def(
       "aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table, Tensor "
-      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> int");
+      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> (int, int)");
   // The lists of the union tiles as they lie in memory (launch/prefill_union.cpp).
   ops.def(
       "aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, "

@@ -194,18 +194,18 @@ class ScoreLoaders:
                 if stop == units:
                     tile = tile + 1
                     tile_base = unit
-                for b in cutlass.range(block, last, unroll=1):
+                key = block * BLOCK
+                for _ in cutlass.range(block, last, unroll=1):
                     for half in cutlass.range_constexpr(2):
                         pages[half] = next_pages[half]
-                        ahead = (b + 1) * BLOCK + HALF * half
-                        next_pages[half] = self.load_page(table, ahead, page_shift, table_width)
+                        next_pages[half] = self.load_page(table, key + (BLOCK + HALF * half), page_shift, table_width)
                     if cutlass.const_expr(self.widen):
                         smem.mbarrier_wait(self.taken(base, stage), phase)
                         if lane == 0:
                             target = base + self.stored_at + stage * self.stored_bytes
                             flags = base + self.stored_flags_at + stage * 4
                             self.load_keys(
-                                map_k, target, self.stored(base, stage), flags, pages, b * BLOCK, in_page, num_pages
+                                map_k, target, self.stored(base, stage), flags, pages, key, in_page, num_pages
                             )
                     else:
                         smem.mbarrier_wait(self.empty(base, stage), phase)
@@ -213,8 +213,9 @@ class ScoreLoaders:
                             target = base + stage * self.stage_bytes
                             flags = base + self.flags_at + stage * 4
                             self.load_keys(
-                                map_k, target, self.full(base, stage), flags, pages, b * BLOCK, in_page, num_pages
+                                map_k, target, self.full(base, stage), flags, pages, key, in_page, num_pages
                             )
+                    key = key + BLOCK
                     stage = stage + 1
                     if stage == (self.stored_stages if self.widen else self.stages):
                         stage = Int32(0)

@@ -25,7 +25,7 @@ Roles (384 threads)
                   under the other's MMAs. The maximum over 128 keys: 32 columns in the thread, by their bits and three
                   at a time, then two exchanges, after which every thread has one row. It keeps that row's list
                   (ranking.py). A warp inserts where one of its 32 rows has a better block, which in a list's first
-                  hundreds of blocks is nearly always; fp8 lists insert when a row has a second one waiting.
+                  hundreds of blocks is nearly always; fp8 lists insert when a row has a third one waiting.
 
 Order
     A score depends on its row and block only. Selection is exact in (fp32 score, lower id), so neither the cut nor the
@@ -45,6 +45,8 @@ Limits
     are data and may be anything. A page outside the cache contributes nothing.
 """
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -63,6 +65,29 @@ OTHER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 NEG_INF = float("-inf")
 # name -> (length of a row's list, m64 tiles of a warpgroup)
 VARIANTS = {"top16": (16, 2), "top32": (32, 1), "scores": (0, 2)}
+
+
+class Consumer(NamedTuple):
+    """Who a thread of the consumers is, and its registers."""
+
+    base: Int32  # of shared memory
+    lane: Int32
+    group: Int32  # warpgroup, 0 or 1
+    t: Int32  # lane % 4
+    odd: cutlass.Boolean
+    upper: cutlass.Boolean
+    first_row: Int32  # of the tile, of this warp's first 16
+    row: Int32  # whose list this thread keeps
+    head_shift: Int32
+    tiled: Any
+    keys: Any
+    queries: list  # of the m64 tiles, as are the accumulators
+    accumulators: list
+    best_keys: cute.Tensor
+    best_ids: cute.Tensor
+    maxima: cute.Tensor  # of two rows a tile
+    waiting: cute.Tensor  # (key, id) of two blocks not yet in the list, the second only beside a first
+    undo: cute.Tensor  # factor of the row's scores
 
 
 class PrefillScore(ScoreLoaders):
@@ -144,7 +169,7 @@ class PrefillScore(ScoreLoaders):
         limited: cutlass.Constexpr,
         best_keys: cute.Tensor,
         best_ids: cute.Tensor,
-        waiting: cute.Tensor,  # (key, id) of a block not yet in the list
+        waiting: cute.Tensor,  # (key, id) of two blocks not yet in the list
         undo: cute.Tensor,
         odd: cutlass.Boolean,
         upper: cutlass.Boolean,
@@ -173,13 +198,15 @@ class PrefillScore(ScoreLoaders):
             if cutlass.const_expr(limited):
                 key = ptx.select(block < limit, key, Int32(select.NONE))
             if cutlass.const_expr(self.waits):
-                # A warp inserts when one of its rows has a second block waiting, then for all rows.
+                # A warp inserts when one of its rows has a third block waiting, then the first one of all rows.
                 better = key > best_keys[self.length - 1]
-                if ptx.any_lane(better & (waiting[0] != select.NONE)):
+                if ptx.any_lane(better & (waiting[2] != select.NONE)):
                     ranking.insert(best_keys, best_ids, self.length, waiting[0], waiting[1])
-                    waiting[0] = Int32(select.NONE)
+                    waiting[0], waiting[1], waiting[2] = waiting[2], waiting[3], Int32(select.NONE)
+                empty = waiting[0] == select.NONE
                 if better:
-                    waiting[0], waiting[1] = key, block
+                    waiting[2], waiting[3] = ptx.select(empty, Int32(select.NONE), key), block
+                    waiting[0], waiting[1] = ptx.select(empty, key, waiting[0]), ptx.select(empty, block, waiting[1])
             elif key > best_keys[self.length - 1]:
                 ranking.insert(best_keys, best_ids, self.length, key, block)
 
@@ -230,6 +257,8 @@ class PrefillScore(ScoreLoaders):
         tile_shift = Int32(self.row_bits) - head_shift
         reach = table_width << page_shift
 
+        rows = (out, out_token_stride, out_head_stride, out_slot_stride)
+        lengths = (cu_seqlens_q, seqused_k, num_tokens, num_requests)
         if warp < 4:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == 0:
@@ -238,6 +267,7 @@ class PrefillScore(ScoreLoaders):
                     first_scored, free_blocks, first_block = Int32(0), Int32(0), Int32(0)
                 else:
                     first_scored, free_blocks, first_block = topk * BLOCK, local_blocks + init_blocks, init_blocks
+                pages = (num_pages, table_width, page_shift)
                 self.produce(
                     base,
                     q_map,
@@ -249,9 +279,7 @@ class PrefillScore(ScoreLoaders):
                     num_tokens,
                     num_requests,
                     tile_shift,
-                    num_pages,
-                    table_width,
-                    page_shift,
+                    *pages,
                     first_scored,
                     free_blocks,
                     first_block,
@@ -263,161 +291,176 @@ class PrefillScore(ScoreLoaders):
                 if cutlass.const_expr(self.widen):
                     self.widen_keys(base, thread - 32)
                 if cutlass.const_expr(not self.score_mode):
-                    self.write_rows_without_scores(
-                        out,
-                        out_token_stride,
-                        out_head_stride,
-                        out_slot_stride,
-                        cu_seqlens_q,
-                        seqused_k,
-                        num_tokens,
-                        num_requests,
-                        head_shift,
-                        reach,
-                        topk,
-                        cta * WIDENERS + thread - 32,
-                        ctas * WIDENERS,
-                        lane,
-                    )
+                    share = (cta * WIDENERS + thread - 32, ctas * WIDENERS, lane)
+                    self.write_rows_without_scores(*rows, *lengths, head_shift, reach, topk, *share)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            group = (warp >> 2) - 1
-            tiled = cutlass.utils.hopper_helpers.make_trivial_tiled_mma(
-                self.mma_type,
-                self.mma_type,
-                OperandMajorMode.K,
-                OperandMajorMode.K,
-                Float32,
-                (1, 1, 1),
-                tiler_mn=(64, BLOCK),
-                a_source=warpgroup.OperandSource.RMEM,
-            )
-            keys = tiled.make_fragment_B(tiled.get_slice(thread & 127).partition_B(key_stages))
-            queries = [
-                cute.make_rmem_tensor(tiled.partition_shape_A((64, DIMS)), self.mma_type) for _ in range(self.tiles)
-            ]
-            accumulators = [
-                cute.make_rmem_tensor(tiled.partition_shape_C((64, BLOCK)), Float32) for _ in range(self.tiles)
-            ]
-            best_keys = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
-            best_ids = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
-            maxima = cute.make_rmem_tensor(cute.make_layout(2 * self.tiles), Float32)
-            waiting = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-            undo = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-            t = lane & 3
-            odd, upper = (t & 1) == 1, t > 1
-            first_row = group * (64 * self.tiles) + (warp & 3) * 16
-            row = first_row + (lane >> 2) + (t & 1) * 8 + (t >> 1) * (64 if self.tiles == 2 else 0)
-            stage, phase, slot = Int32(0), Int32(0), Int32(0)
-            if group == 1:
+            consumer = self.make_consumer(base, thread, warp, lane, head_shift, key_stages)
+            if consumer.group == 1:
                 hopper.named_barrier_arrive(Int32(1), 256)
-            more = Int32(1)
-            while more != 0:
-                smem.mbarrier_wait(self.query_full(base), slot)
-                record = base + self.record_at + slot * RECORD_BYTES
-                first_token, count, position, block = smem.load_i32x4(record)
-                last, _, _, more = smem.load_i32x4(record + 16)
-                slot = slot ^ 1
-                if more != 0:
-                    scales = []
-                    for i in cutlass.range_constexpr(self.tiles):
-                        words = self.load_queries(base, first_row + 64 * i, lane)
-                        if cutlass.const_expr(self.normalise):
-                            for j in cutlass.range_constexpr(2):
-                                pairs, scale = fit_fp16.fit(
-                                    [words[4 * k + j + 2 * h] for k in range(8) for h in range(2)]
-                                )
-                                scales.append(scale)
-                                for n in cutlass.range_constexpr(16):
-                                    words[4 * (n >> 1) + j + 2 * (n & 1)] = pairs[n]
-                        operand = cute.recast_tensor(queries[i], Int32)
-                        for k in cutlass.range_constexpr(len(words)):
-                            operand[k] = words[k]
-                    if cutlass.const_expr(self.normalise):
-                        undo[0] = ptx.select(odd, scales[1], scales[0])
-                        if cutlass.const_expr(self.tiles == 2):
-                            undo[0] = ptx.select(upper, ptx.select(odd, scales[3], scales[2]), undo[0])
-                    cute.arch.sync_warp()
+            self.consume(consumer, *rows, parts, vectors, topk, local_blocks, init_blocks)
+
+    # ---- the consumers: two warpgroups
+
+    def make_consumer(self, base, thread, warp, lane, head_shift, key_stages):
+        group = (warp >> 2) - 1
+        tiled = cutlass.utils.hopper_helpers.make_trivial_tiled_mma(
+            self.mma_type,
+            self.mma_type,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            tiler_mn=(64, BLOCK),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+        keys = tiled.make_fragment_B(tiled.get_slice(thread & 127).partition_B(key_stages))
+        shapes = tiled.partition_shape_A((64, DIMS)), tiled.partition_shape_C((64, BLOCK))
+        queries = [cute.make_rmem_tensor(shapes[0], self.mma_type) for _ in range(self.tiles)]
+        accumulators = [cute.make_rmem_tensor(shapes[1], Float32) for _ in range(self.tiles)]
+        sizes = ((max(self.length, 1), Int32), (max(self.length, 1), Int32), (2 * self.tiles, Float32), (4, Int32))
+        registers = [cute.make_rmem_tensor(cute.make_layout(n), x) for n, x in (*sizes, (1, Float32))]
+        t = lane & 3
+        odd, upper = (t & 1) == 1, t > 1
+        first_row = group * (64 * self.tiles) + (warp & 3) * 16
+        row = first_row + (lane >> 2) + (t & 1) * 8 + (t >> 1) * (64 if self.tiles == 2 else 0)
+        place = (base, lane, group, t, odd, upper, first_row, row, head_shift)
+        return Consumer(*place, tiled, keys, queries, accumulators, *registers)
+
+    @cute.jit
+    def consume(
+        self,
+        own,
+        out: Int64,
+        out_token_stride: Int64,
+        out_head_stride: Int64,
+        out_slot_stride: Int64,
+        parts: Int64,
+        vectors: Int32,
+        topk: Int32,
+        local_blocks: Int32,
+        init_blocks: Int32,
+    ):
+        """Every tile that the producer has a record of."""
+        base, row, head_shift = own.base, own.row, own.head_shift
+        stage, phase, slot = Int32(0), Int32(0), Int32(0)
+        more = Int32(1)
+        while more != 0:
+            smem.mbarrier_wait(self.query_full(base), slot)
+            record = base + self.record_at + slot * RECORD_BYTES
+            first_token, count, position, block = smem.load_i32x4(record)
+            last, _, _, more = smem.load_i32x4(record + 16)
+            slot = slot ^ 1
+            if more != 0:
+                self.take_queries(own)
+                cute.arch.sync_warp()
+                if own.lane == 0:
+                    hopper.mbarrier_arrive(self.query_empty(base))
+                if cutlass.const_expr(not self.score_mode):
+                    ranking.clear(own.best_keys, own.best_ids, self.length)
+                    own.waiting[0], own.waiting[2] = Int32(select.NONE), Int32(select.NONE)
+                # Blocks before the first row's own are seen whole by all rows; those before its forced ones are
+                # candidates of all rows.
+                whole_end = (position + 1) >> 7
+                if cutlass.const_expr(self.score_mode):
+                    score_row = self.score_address(out, first_token, row, head_shift, out_token_stride, out_head_stride)
+                    writes = (row >> head_shift) < count
+                else:
+                    whole_end = ptx.minimum_i32(whole_end, query_tiles.candidates(position) - local_blocks)
+                    score_row, writes = Int64(0), own.odd
+                whole_end = ptx.clamp(whole_end, block, last)
+                settle = (own.best_keys, own.best_ids, own.waiting, own.undo, own.odd, own.upper, score_row, writes)
+                for masked in cutlass.range_constexpr(2):
+                    begin, end, limit = block, whole_end, whole_end
+                    if cutlass.const_expr(masked):  # read again: no register holds these meanwhile
+                        _, _, position, _ = smem.load_i32x4(record)
+                        begin, end = whole_end, smem.load_i32(record + 16)
+                        limit = query_tiles.candidates(position + (row >> head_shift)) - local_blocks
+                    stage, phase = self.score_blocks(
+                        own, settle, masked, begin, end, block, limit, position, stage, phase
+                    )
+                if cutlass.const_expr(self.late):
+                    self.settle(own.maxima, last - 1, limit, True, *settle)
+                if cutlass.const_expr(self.waits):
+                    for i in cutlass.range_constexpr(2):
+                        waiting = (own.waiting[2 * i], own.waiting[2 * i + 1])
+                        ranking.insert(own.best_keys, own.best_ids, self.length, *waiting)
+                if cutlass.const_expr(not self.score_mode):
+                    place = (out, parts, out_token_stride, out_head_stride, out_slot_stride, vectors, record)
+                    lists = (own.best_keys, own.best_ids, row, own.t, head_shift)
+                    self.finish_tile(*place, *lists, topk, local_blocks, init_blocks)
+
+    def take_queries(self, own):
+        """The tile's queries as A operands; 16-bit ones beside fp8 keys as fp16, with what undoes their factors."""
+        scales = []
+        for i in range(self.tiles):
+            words = self.load_queries(own.base, own.first_row + 64 * i, own.lane)
+            if self.normalise:
+                for j in range(2):
+                    pairs, scale = fit_fp16.fit([words[4 * k + j + 2 * h] for k in range(8) for h in range(2)])
+                    scales.append(scale)
+                    for n in range(16):
+                        words[4 * (n >> 1) + j + 2 * (n & 1)] = pairs[n]
+            operand = cute.recast_tensor(own.queries[i], Int32)
+            for k in range(len(words)):
+                operand[k] = words[k]
+        if self.normalise:
+            own.undo[0] = ptx.select(own.odd, scales[1], scales[0])
+            if self.tiles == 2:
+                own.undo[0] = ptx.select(own.upper, ptx.select(own.odd, scales[3], scales[2]), own.undo[0])
+
+    @cute.jit
+    def score_blocks(
+        self,
+        own,
+        settle,  # the last arguments of `settle`
+        masked: cutlass.Constexpr,  # whether a row may see a part of a block, or not have it as a candidate
+        begin: Int32,
+        end: Int32,
+        block: Int32,  # the tile's first one
+        limit: Int32,
+        position: Int32,
+        stage: Int32,
+        phase: Int32,
+    ):
+        """Blocks [begin, end) of a tile. Returns (stage, phase) behind them."""
+        base, lane = own.base, own.lane
+        for b in cutlass.range(begin, end, unroll=1):
+            hopper.named_barrier(own.group + 1, 256)
+            smem.mbarrier_wait(self.full(base, stage), phase)
+            for i in cutlass.range_constexpr(self.tiles):
+                self.issue(own.tiled, own.accumulators[i], own.queries[i], own.keys[None, None, None, stage])
+            hopper.named_barrier_arrive(2 - own.group, 256)
+            flags = smem.load_i32(base + self.flags_at + stage * 4)
+            if cutlass.const_expr(self.late):
+                if b > block:
+                    self.settle(own.maxima, b - 1, limit, masked, *settle)
+            for i in cutlass.range_constexpr(self.tiles):
+                warpgroup.wait_group(self.tiles - 1 - i)
+                if cutlass.const_expr(i == self.tiles - 1):
                     if lane == 0:
-                        hopper.mbarrier_arrive(self.query_empty(base))
-                    if cutlass.const_expr(not self.score_mode):
-                        ranking.clear(best_keys, best_ids, self.length)
-                        waiting[0] = Int32(select.NONE)
-                    # Blocks before the first row's own are seen whole by all rows; those before its forced ones are
-                    # candidates of all rows.
-                    whole_end = (position + 1) >> 7
-                    if cutlass.const_expr(self.score_mode):
-                        score_row = self.score_address(
-                            out, first_token, row, head_shift, out_token_stride, out_head_stride
-                        )
-                        writes = (row >> head_shift) < count
-                    else:
-                        whole_end = ptx.minimum_i32(whole_end, query_tiles.candidates(position) - local_blocks)
-                        score_row, writes = Int64(0), odd
-                    whole_end = ptx.clamp(whole_end, block, last)
-                    settle = (best_keys, best_ids, waiting, undo, odd, upper, score_row, writes)
-                    for masked in cutlass.range_constexpr(2):
-                        begin, end, limit = block, whole_end, whole_end
-                        if cutlass.const_expr(masked):  # read again: no register holds these meanwhile
-                            _, _, position, _ = smem.load_i32x4(record)
-                            begin, end = whole_end, smem.load_i32(record + 16)
-                            limit = query_tiles.candidates(position + (row >> head_shift)) - local_blocks
-                        for b in cutlass.range(begin, end, unroll=1):
-                            hopper.named_barrier(group + 1, 256)
-                            smem.mbarrier_wait(self.full(base, stage), phase)
-                            for i in cutlass.range_constexpr(self.tiles):
-                                self.issue(tiled, accumulators[i], queries[i], keys[None, None, None, stage])
-                            hopper.named_barrier_arrive(2 - group, 256)
-                            flags = smem.load_i32(base + self.flags_at + stage * 4)
-                            if cutlass.const_expr(self.late):
-                                if b > block:
-                                    self.settle(maxima, b - 1, limit, masked, *settle)
-                            for i in cutlass.range_constexpr(self.tiles):
-                                warpgroup.wait_group(self.tiles - 1 - i)
-                                if cutlass.const_expr(i == self.tiles - 1):
-                                    if lane == 0:
-                                        hopper.mbarrier_arrive(self.empty(base, stage))
-                                visible = None
-                                if cutlass.const_expr(masked):
-                                    first = (first_row + 64 * i + (lane >> 2)) >> head_shift
-                                    second = (first_row + 64 * i + 8 + (lane >> 2)) >> head_shift
-                                    before = position + 1 - b * BLOCK - 2 * t
-                                    visible = [before + first, before + second]
-                                if cutlass.const_expr(not masked):
-                                    self.largest_bits(maxima, i, accumulators[i])
-                                    # The branch also keeps a tile's maxima ahead of the wait for the next one.
-                                    if self.doubtful(maxima[2 * i], maxima[2 * i + 1]) | (flags != 3):
-                                        self.largest(maxima, i, accumulators[i], flags, None)
-                                else:
-                                    self.largest(maxima, i, accumulators[i], flags, visible)
-                            if cutlass.const_expr(not self.late):
-                                self.settle(maxima, b, limit, masked, *settle)
-                            stage = stage + 1
-                            if stage == self.stages:
-                                stage = Int32(0)
-                                phase = phase ^ 1
-                    if cutlass.const_expr(self.late):
-                        self.settle(maxima, last - 1, limit, True, *settle)
-                    if cutlass.const_expr(self.waits):
-                        ranking.insert(best_keys, best_ids, self.length, waiting[0], waiting[1])
-                    if cutlass.const_expr(not self.score_mode):
-                        self.finish_tile(
-                            out,
-                            parts,
-                            out_token_stride,
-                            out_head_stride,
-                            out_slot_stride,
-                            vectors,
-                            record,
-                            best_keys,
-                            best_ids,
-                            row,
-                            t,
-                            head_shift,
-                            topk,
-                            local_blocks,
-                            init_blocks,
-                        )
+                        hopper.mbarrier_arrive(self.empty(base, stage))
+                if cutlass.const_expr(not masked):
+                    self.largest_bits(own.maxima, i, own.accumulators[i])
+                    # The branch also keeps a tile's maxima ahead of the wait for the next one.
+                    if self.doubtful(own.maxima[2 * i], own.maxima[2 * i + 1]) | (flags != 3):
+                        self.largest(own.maxima, i, own.accumulators[i], flags, None)
+                else:
+                    visible = self.visible_keys(own, i, position + 1 - b * BLOCK - 2 * own.t)
+                    self.largest(own.maxima, i, own.accumulators[i], flags, visible)
+            if cutlass.const_expr(not self.late):
+                self.settle(own.maxima, b, limit, masked, *settle)
+            stage = stage + 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+        return stage, phase
+
+    def visible_keys(self, own, tile, before):
+        """Of a block, for this thread's two rows, less its first key; `before`: what the tile's first token sees."""
+        first = (own.first_row + 64 * tile + (own.lane >> 2)) >> own.head_shift
+        second = (own.first_row + 64 * tile + 8 + (own.lane >> 2)) >> own.head_shift
+        return [before + first, before + second]
 
     def score_address(self, out, first_token, row, head_shift, token_stride, head_stride):
         token = row >> head_shift

@@ -165,10 +165,8 @@ def test_layouts(layout):
     assert_close(run(args, lengths), exact(args, lengths), layout)
 
 
-def test_overlapping_pages():
-    """transformers' contiguous caches, as m3_sparse/_transformers_cache.py presents them."""
-    from m3_sparse._transformers_cache import page_states
-
+def test_contiguous_caches():
+    """As transformers has them, of a length that is no multiple of a block."""
     rand = generator(3)
     k, v = (torch.randn(3, 4, 1000, 128, device=DEVICE, generator=rand).bfloat16() for _ in range(2))
     q = torch.randn(3 * 20, 64, 128, device=DEVICE, generator=rand).bfloat16()
@@ -177,9 +175,17 @@ def test_overlapping_pages():
         "cu_seqlens_q": torch.arange(4, dtype=torch.int32, device=DEVICE) * 20,
         "seqused_k": (1000 - pad).int(),
     }
-    (k_pages, v_pages), table = page_states((k, v), pad)
-    args = (q, k_pages, v_pages, table)
-    assert_close(run(args, lengths), exact(args, lengths))
+    with m3_sparse.backend("aot"):
+        found = m3_sparse.dense_attention(q, k, v, None, **lengths, leftpad_k=pad, return_lse=True)
+    # The same tokens in pages.
+    pages = torch.zeros(2, 3, 8, 4, 128, 128, device=DEVICE, dtype=BF16)
+    for x, new in zip((k, v), pages):
+        for b, skip in enumerate(pad.tolist()):
+            row = torch.nn.functional.pad(x[b, :, skip:], (0, 0, 0, 24 + skip))
+            new[b] = row.unflatten(1, (8, 128)).transpose(0, 1)
+    table = torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)
+    args = (q, *(x.flatten(0, 1) for x in pages), table)
+    assert_close(found, exact(args, lengths))
 
 
 def on_gpu(x):
@@ -262,6 +268,38 @@ def test_bits_of_a_row_do_not_depend_on_the_batch_nor_on_unseen_bytes(splits):
     for value in (0.0, INF):
         clean = [cache.masked_fill(cache.isnan(), value) for cache in (k_cache, v_cache)]
         assert_same(whole, run((q, *clean, table), lengths, splits), f"tail {value}")
+
+
+def test_chunks_of_a_prompt_have_the_bits_of_the_whole():
+    """With one split, as a prompt that fills the card has; with more, in tolerance."""
+    args, lengths = make([700], [2500], (32, 2))
+    q, k_cache, v_cache, table = args
+    whole = {splits: run(args, lengths, splits) for splits in (1, 3)}
+    for first, last in ((0, 300), (300, 317), (317, 700)):
+        part = {
+            "cu_seqlens_q": torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
+            "seqused_k": torch.tensor([1800 + last], dtype=torch.int32, device=DEVICE),
+        }
+        chunk = (q[first:last], k_cache, v_cache, table)
+        assert_same(run(chunk, part, 1), [x[first:last] for x in whole[1]], f"tokens {first} to {last}")
+        assert_close(run(chunk, part, 3), [x[first:last].double() for x in whole[3]], f"tokens {first} to {last}")
+
+
+@pytest.mark.parametrize("q_len, batch", [(1, 1), (1, 64), (131072, 1)])
+def test_workspace_is_bounded(q_len, batch):
+    """Partial states of split keys: 16 MiB, and none for a long prompt."""
+    q = torch.zeros(batch * q_len, 64, 128, dtype=BF16, device=DEVICE)
+    cache = torch.zeros(1, 4, 128, 128, dtype=BF16, device=DEVICE)
+    table = torch.zeros(batch, 256, dtype=torch.int32, device=DEVICE)
+    used = torch.full((batch,), 512, dtype=torch.int32, device=DEVICE)
+    cu = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * q_len
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    operator()(out, lse, q, cache, cache, table, cu, used, 0.1, True, None, None)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= (0 if q_len > 1 else (16 << 20) + 2048)
 
 
 def test_graph_replay_follows_lengths_and_pages():

@@ -117,6 +117,20 @@ def test_a_long_prompt_keeps_no_scores():
     assert torch.equal(ids, stored(tensors, lengths)[0])
 
 
+@pytest.mark.parametrize("q_len, kv_len", [(512, 65536), (2000, 33024), (4096, 131072)])
+def test_workspace_is_bounded(q_len, kv_len):
+    """Stored scores, or the parts of tiles that two CTAs share: 64 MiB at most, whatever the length."""
+    tensors, lengths = make([q_len], [kv_len], seed=21, poison=False)
+    with m3_sparse.backend("aot"):
+        ids = m3_sparse.select_blocks(*tensors, **lengths)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        m3_sparse.select_blocks(*tensors, **lengths, out=ids)
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before <= 64 << 20
+
+
 def test_many_requests():
     q_lens = [(i * 37) % 90 for i in range(300)]
     kv_lens = [q + (i * 131) % 2600 for i, q in enumerate(q_lens)]

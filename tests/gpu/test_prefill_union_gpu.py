@@ -12,7 +12,7 @@ import oracle
 import pytest
 import test_decode_gpu as decode
 import torch
-from test_decode_gpu import BF16, DTYPES, E4M3, FP16, assert_close, assert_same, exact, on_gpu
+from test_decode_gpu import BF16, DTYPES, E4M3, E5M2, FP16, assert_close, assert_same, exact, on_gpu
 
 import m3_sparse
 from m3_sparse import ops
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import selections  # noqa: E402
 
 DEVICE = "cuda"
-UNION, KV_STATIONARY, DECODE, BY_SEQUENCE = 1, 2, 3, 4
+UNION, KV_STATIONARY, DECODE, BY_SEQUENCE, WIDENED = 1, 2, 3, 4, 5
 THRESHOLD = 2.0
 NAN = float("nan")
 
@@ -194,6 +194,47 @@ def test_a_million_tokens_and_high_page_numbers():
     assert_close(run(args, options), exact(args, options))
 
 
+@pytest.mark.parametrize("kv", [BF16, E4M3])
+def test_a_pool_beyond_two_to_the_31_elements(kv):
+    """Pages at its ends and around 2^15 and 2^16: 4.6 GB (bf16) of each cache, of which few bytes are set."""
+    args, options = problem([40, 25], [4096, 3000], "random", heads=1, kv=kv, pages=64, seed=15)
+    pages = 2**31 // (128 * 128) + 64
+    places = torch.tensor([pages - 1, 0, 32767, 32768, 65535, 65536, pages - 2], device=DEVICE)
+    places = torch.cat([places, pages - 70 + torch.arange(57, device=DEVICE)])
+    far = [torch.empty(pages, 1, 128, 128, dtype=kv, device=DEVICE) for _ in range(2)]
+    for new, old in zip(far, args[1:3]):
+        new.view(torch.uint8)[places] = old.view(torch.uint8)
+    table = places[args[4].long()].int()
+    far_args = (args[0], *far, args[3], table)
+    for formulation in (UNION, KV_STATIONARY, DECODE):
+        assert_same(run(far_args, options, formulation), run(args, options, formulation), str(formulation))
+    assert_close(run(far_args, options), exact(args, options))
+
+
+@pytest.mark.parametrize("name", ["union", "kv_stationary", "decode", None])
+def test_workspace_is_what_is_reported(name):
+    """131,072 tokens, 64/4 heads: at most 1 GiB above inputs and outputs, and no more than explain() says."""
+    tokens = 131072
+    q = torch.zeros(tokens, 64, 128, dtype=BF16, device=DEVICE)
+    cache = torch.zeros(1024, 4, 128, 128, dtype=BF16, device=DEVICE)
+    ids = torch.arange(16, dtype=torch.int32, device=DEVICE).expand(tokens, 4, 16)
+    table = torch.arange(1024, dtype=torch.int32, device=DEVICE)[None]
+    lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, tokens], [tokens])]
+    number = 0 if name is None else {"union": UNION, "kv_stationary": KV_STATIONARY, "decode": DECODE}[name]
+    _, reported = operators().aot_attention_plan(q, cache, cache, ids, table, *lengths, True, number)
+    out = torch.empty_like(q)
+    options = dict(zip(("cu_seqlens_q", "seqused_k"), lengths), formulation=name)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    m3_sparse.sparse_attention(q, cache, cache, ids, table, **options, out=out)
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before
+    assert reported <= used <= reported + (1 << 20) and used <= 1 << 30
+    given = dict(q=q, k_cache=cache, v_cache=cache, block_indices=ids, block_table=table, **options)
+    assert f"workspace {reported / 2**20:.1f} MiB" in m3_sparse.explain("sparse_attention", **given)
+
+
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 2.0])
 def test_softmax_scales(scale):
     args, options = problem([40], [3000], heads=1, seed=7)
@@ -257,6 +298,32 @@ def test_bytes_past_the_length_change_no_bit(kv, page):
             byte = int(torch.full((1,), fill).to(kv).view(integer))
             x.view(integer).transpose(1, 2)[~seen] = byte
         assert_same(run((args[0], *caches, *args[3:]), options), want, f"tail of {fill}")
+
+
+# ---- a float8 cache that is widened first
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("kv", [E4M3, E5M2])
+@pytest.mark.parametrize("q", [BF16, FP16])
+def test_a_cache_that_is_widened_first_changes_no_bit(q, kv, page):
+    """Fewer than 1,024 tokens are too few for it unless it is forced."""
+    args, options = problem([900, 0, 70, 9], [5000, 300, 9001, 9], kv=kv, q=q, page=page, heads=2, seed=14)
+    args[4][0, 3], args[4][2, 5] = -1, 512
+    want = run(args, options)
+    for _ in range(2):
+        assert_same(run(args, options, WIDENED), want, "widened")
+    assert_close(want, exact(args, options))
+
+
+@pytest.mark.parametrize("kv", [E4M3, E5M2])
+def test_a_cache_is_widened_for_the_requests_that_take_union_tiles(kv):
+    q_lens, kv_lens = [900, 700], [10000, 10000]
+    args, options = problem(q_lens, kv_lens, ["random", "correlated"], kv=kv, heads=2, seed=15)
+    parts = [run(args, options, f) for f in (UNION, KV_STATIONARY, BY_SEQUENCE)]
+    assert_close(parts[2], exact(args, options))
+    for (first, last), want in (((0, 900), parts[1]), ((900, 1600), parts[0])):
+        assert_same(tuple(x[first:last] for x in parts[2]), tuple(x[first:last] for x in want), f"rows from {first}")
 
 
 # ---- the choice

@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from . import coverage
 from .driver import EmulatingDriver
 
 
@@ -82,16 +83,18 @@ class Emulation:
 
         Not counted: the jump back to an mbarrier wait, which is taken only if the wait gives up.
         """
-        missing = {}
-        for entry, program in self.driver.programs.items():
-            if self.driver.manifests[entry]["kernel"] != kernel:
-                continue
-            hits = program.core.hits()
-            lines = [
-                (program.lines[b], program.blocks[b][0].text)
-                for b in range(len(hits))
-                if hits[b] == 0 and not program.retries_a_wait(b)
-            ]
-            if lines:
-                missing[entry] = lines
-        return missing
+        entries = [e for e in self.driver.programs if self.driver.manifests[e]["kernel"] == kernel]
+        found = {entry: coverage.missing(self.driver.programs[entry])[0] for entry in entries}
+        return {entry: blocks for entry, blocks in found.items() if blocks}
+
+    def check_coverage(self, kernel, positive=(), reasons=(), arch="sm_90a"):
+        """Every program of a kernel was launched, and every block of it ran that can (coverage.missing)."""
+        facts = self.driver.manifests
+        entries = [e for e in facts if facts[e]["kernel"] == kernel and facts[e]["arch"] == arch]
+        idle = set(entries) - self.driver.programs.keys()
+        assert entries and not idle, f"not launched: {sorted(idle)}"
+        found = {entry: coverage.missing(self.driver.programs[entry], positive, reasons) for entry in entries}
+        left = {entry: blocks for entry, (blocks, _) in found.items() if blocks}
+        assert not left, left
+        programs = {e: (len(self.driver.programs[e].blocks), why) for e, (_, why) in found.items()}
+        coverage.record(f"{kernel}-{arch}", programs)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cache.h"
 #include "cubins.h"
 #include "launch.h"
 #include "tensor_map.h"
@@ -121,11 +122,13 @@ int decode_splits(std::int64_t rows, std::int64_t width, int multiprocessors) {
 void decode(const DecodeArguments& a, int splits, bool overlap) {
   const I64 tokens = a.q.size(0), heads = a.k_cache.size(1), requests = a.seqused_k.size(0);
   if (tokens * heads == 0) return;
-  const I64 q_size = 2, kv_size = a.k_cache.element_size(), page = a.k_cache.size(2), width = a.block_table.size(1);
+  const I64 q_size = 2, kv_size = a.k_cache.element_size(), page = page_tokens(a.k_cache),
+            width = a.block_table.size(1);
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
   if (splits == 0) splits = decode_splits(tokens * heads, a.block_indices.size(2), launch::multiprocessors(device));
-  const bool maps = has_map(a.k_cache) && has_map(a.v_cache);
-  if (!maps) splits = 4;  // copies by address: any stride, and the same bits
+  // Copies by address: any stride, and the same bits. This kernel's boxes are a quarter of a page, so no map of slots
+  // would end with them.
+  if (has_slots(a.k_cache) || !has_map(a.k_cache) || !has_map(a.v_cache)) splits = 4;
   const Program program = program_for(a.k_cache.scalar_type(), splits);
   DecodeParams params{{splits != 4 ? map_of(a.k_cache) : launch::TensorMap{},
                        splits != 4 ? map_of(a.v_cache) : launch::TensorMap{},
@@ -144,10 +147,10 @@ void decode(const DecodeArguments& a, int splits, bool overlap) {
                        a.q.stride(1) * q_size,
                        a.k_cache.stride(0) * kv_size,
                        a.k_cache.stride(1) * kv_size,
-                       a.k_cache.stride(2) * kv_size,
+                       token_stride(a.k_cache) * kv_size,
                        a.v_cache.stride(0) * kv_size,
                        a.v_cache.stride(1) * kv_size,
-                       a.v_cache.stride(2) * kv_size,
+                       token_stride(a.v_cache) * kv_size,
                        a.block_indices.stride(0) * 4,
                        a.block_indices.stride(1) * 4,
                        a.block_indices.stride(2) * 4,

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "cache.h"
 #include "cubins.h"
 #include "launch.h"
 
@@ -87,7 +88,7 @@ ScorePlan plan_scores(std::int64_t tokens, std::int64_t requests, std::int64_t h
 int decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& index_k, const Tensor& block_table,
                   const Tensor& cu_seqlens_q, const Tensor& seqused_k, bool fill) {
   const std::int64_t tokens = index_q.size(0), heads = index_q.size(1), blocks = scores.size(2);
-  const std::int64_t requests = seqused_k.size(0), page = index_k.size(1);
+  const std::int64_t requests = seqused_k.size(0), page = index_page_tokens(index_k);
   const bool fp8 = index_k.scalar_type() == ScalarType::Float8_e4m3fn,
              bf16 = index_q.scalar_type() == ScalarType::BFloat16;
   if (tokens * heads * blocks == 0 || (requests == 0 && !fill)) return -1;
@@ -107,7 +108,7 @@ int decode_scores(const Tensor& scores, const Tensor& index_q, const Tensor& ind
                             index_q.stride(0) * 2,
                             index_q.stride(1) * 2,
                             index_k.stride(0) * key,
-                            index_k.stride(1) * key,
+                            token_stride(index_k) * key,
                             block_table.stride(0) * 4,
                             narrow(tokens),
                             narrow(requests),

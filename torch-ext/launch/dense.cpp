@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <stdexcept>
 
+#include "cache.h"
 #include "combine.h"
 #include "cubins.h"
 #include "launch.h"
@@ -64,13 +65,6 @@ I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->nu
 // tokens takes 1031 us on an H200, of 16 requests 275; with what the box asks for 970 and 249.
 constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
-// Pages [P, Hkv, page, 128] in boxes of 64 columns and all tokens of a page.
-TensorMap map_of_cache(const Tensor& cache) {
-  const I64 page = cache.size(2), token = cache.stride(2) * 2, head = cache.stride(1) * 2, next = cache.stride(0) * 2;
-  return launch::tensor_map(cache.data_ptr(), 2, {kHeadDim, page, cache.size(1), cache.size(0)}, {token, head, next},
-                            {64, static_cast<unsigned>(page), 1, 1}, kPromotion);
-}
-
 // Queries [T, Hq, 128] in boxes of 64 columns, the heads of a KV head and the tokens of a tile.
 TensorMap map_of_queries(const Tensor& q, I64 group, I64 tile_tokens) {
   const I64 head = q.stride(1) * 2, token = q.stride(0) * 2;
@@ -109,7 +103,8 @@ DensePlan dense_plan(I64 tokens, I64 requests, I64 q_heads, I64 kv_heads, I64 re
 void dense(const DenseArguments& a, I64 splits) {
   const I64 tokens = a.q.size(0), q_heads = a.q.size(1), kv_heads = a.k_cache.size(1), requests = a.seqused_k.size(0);
   if (tokens * q_heads == 0) return;
-  const I64 page = a.k_cache.size(2), reach = std::min<I64>(a.block_table.size(1) * page, INT32_MAX / kKeys * kKeys);
+  const I64 page = page_tokens(a.k_cache),
+            reach = std::min<I64>(a.block_table.size(1) * page, INT32_MAX / kKeys * kKeys);
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
   const DensePlan plan = dense_plan(tokens, requests, q_heads, kv_heads, reach, launch::multiprocessors(device));
   if (splits == 0) splits = plan.splits;
@@ -128,8 +123,8 @@ void dense(const DenseArguments& a, I64 splits) {
   const int first = splits > 1 ? 1 : 0;  // dimension of tokens
   const I64 out_size = splits > 1 ? 4 : 2;
   DenseParams params{{map_of_queries(a.q, group, tile_tokens),
-                      map_of_cache(a.k_cache),
-                      map_of_cache(a.v_cache),
+                      cache_map(a.k_cache, kPromotion),
+                      cache_map(a.v_cache, kPromotion),
                       a.block_table.data_ptr(),
                       a.cu_seqlens_q.data_ptr(),
                       a.seqused_k.data_ptr(),

@@ -12,11 +12,15 @@ enum class Formulation {
   kv_stationary = 2,  // prefill_kv_stationary.h
   decode = 3,         // decode.h
   by_sequence = 4,    // union tiles or KV-stationary, for each sequence, chosen on the device
+  union_widened = 5,  // union tiles of a float8 cache that is widened first, whatever the shape: for tests
 };
 
 // What a call takes, by shapes, dtypes, strides and device alone. `wanted` automatic or one that is forced; throws,
 // with the reason, if that cannot take the call.
 Formulation plan_attention(const DecodeArguments& a, Formulation wanted);
+
+// Bytes that `attention` allocates by this plan, by shapes and device alone.
+std::int64_t attention_workspace(const DecodeArguments& a, Formulation plan);
 
 // By `plan`, which is not automatic. `splits` and `overlap` as in decode.h.
 void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cache.h"
 #include "cubins.h"
 #include "launch.h"
 #include "tensor_map.h"
@@ -144,7 +145,7 @@ struct Shape {
         requests(a.seqused_k.size(0)),
         width(a.block_indices.size(2)),
         table(a.block_table.size(1)),
-        page(a.k_cache.size(2)),
+        page(page_tokens(a.k_cache)),
         pages(a.k_cache.size(0)),
         blocks(ceil_div(table * page, 128)),
         group(a.q.size(1) / heads),
@@ -180,13 +181,6 @@ struct Workspace {
 Address address(const std::optional<Tensor>& t) { return t.has_value() ? t->data_ptr() : nullptr; }
 I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->numel() > 1 ? 4 : 0; }
 I32 narrow(I64 n) { return static_cast<I32>(n); }
-
-Map cache_map(const Tensor& cache) {
-  const I64 size = cache.element_size(), page = cache.size(2);
-  return launch::tensor_map(cache.data_ptr(), static_cast<int>(size), {128, page, cache.size(1), cache.size(0)},
-                            {cache.stride(2) * size, cache.stride(1) * size, cache.stride(0) * size},
-                            {size == 1 ? 128u : 64u, static_cast<unsigned>(page), 1, 1});
-}
 
 void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p, const Workspace& w, char* base,
             Address formulation, int device) {

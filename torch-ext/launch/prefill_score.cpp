@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cache.h"
 #include "cubins.h"
 #include "launch.h"
 #include "tensor_map.h"
@@ -81,12 +82,14 @@ TensorMap query_map(const Tensor& q, std::int64_t rows) {
                             {128u / size, static_cast<unsigned>(heads), static_cast<unsigned>(rows / heads)});
 }
 
-// Of half a block. Without a page nothing is loaded through the map, but there must be one.
+// Of half a block; of slots as cache_map has it. Without a page nothing is loaded through the map, but there must be
+// one.
 TensorMap key_map(const Tensor& k, const void* any) {
   const int size = element_size(k);
-  return launch::tensor_map(k.numel() ? k.data_ptr() : any, size,
-                            {128, k.size(1), std::max<std::int64_t>(k.size(0), 1)},
-                            {k.stride(1) * size, k.stride(0) * size}, {128u / size, 64, 1});
+  const bool slots = has_slots(k);
+  return launch::tensor_map(
+      k.numel() ? k.data_ptr() : any, size, {128, k.size(1), std::max<std::int64_t>(k.size(0), 1)},
+      {k.stride(1) * size, k.stride(0) * size}, {128u / size, slots ? 1u : 64u, slots ? 64u : 1u});
 }
 
 // Of the two outer dimensions.
@@ -125,7 +128,7 @@ void score(const Image (&program)[N], Variant variant, const Problem& p, const v
                             log2_of(q.size(1)),
                             narrow(k.size(0)),
                             narrow(p.block_table.size(1)),
-                            k.size(1) == 64 ? 6 : 7,
+                            index_page_tokens(k) == 64 ? 6 : 7,
                             narrow(topk),
                             narrow(local_blocks),
                             narrow(init_blocks),
@@ -200,7 +203,7 @@ void prefill_select(const Tensor& out, const Tensor& index_q, const Tensor& inde
   const FoldParams params{{out.data_ptr(), parts.data_ptr(), cu_seqlens_q.data_ptr(), seqused_k.data_ptr(),
                            out.stride(0) * 4, out.stride(1) * 4, out.stride(2) * 4, narrow(index_q.size(0)),
                            narrow(seqused_k.size(0)), log2_of(index_q.size(1)),
-                           narrow(block_table.size(1) * index_k.size(1)), narrow(topk), narrow(local_blocks),
+                           narrow(block_table.size(1) * index_page_tokens(index_k)), narrow(topk), narrow(local_blocks),
                            narrow(init_blocks), vector_ids(out)}};
   const launch::Grid grid{ctas, static_cast<unsigned>(rows_of(variant) / 128)};
   const launch::Options overlap{1, true};

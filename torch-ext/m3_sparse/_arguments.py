@@ -9,6 +9,8 @@ from typing import Optional, Sequence
 
 import torch
 
+from ._contiguous import row_stride
+
 HEAD_DIM = 128
 PAGE_SIZES = (64, 128)
 MAX_BLOCKS = 16384
@@ -113,10 +115,20 @@ def page_size(name: str, page: int) -> None:
         )
 
 
-def kv_caches(k_cache, v_cache, like: torch.Tensor, of_query: Optional[torch.dtype] = None) -> None:
-    text = f"[P, Hkv, page, {HEAD_DIM}]"
+def rows_apart(name: str, x: torch.Tensor) -> None:
+    """Rows of a contiguous cache: a whole number of tokens apart."""
+    if x.numel() and row_stride(x) is None:
+        raise ValueError(
+            f"{name} without a block_table must have rows a whole number of tokens apart, got strides {list(x.stride())}"
+        )
+
+
+def kv_caches(k_cache, v_cache, like: torch.Tensor, of_query: Optional[torch.dtype] = None, paged: bool = True) -> None:
+    """`paged` false: contiguous caches, one row a request, without a block_table."""
+    text = f"[P, Hkv, page, {HEAD_DIM}]" if paged else f"[B, Hkv, S, {HEAD_DIM}] (block_table is None)"
     tensor("k_cache", k_cache, text, (None, None, None, HEAD_DIM), FLOATS + FLOAT8, like)
-    page_size("k_cache", k_cache.shape[2])
+    if paged:
+        page_size("k_cache", k_cache.shape[2])
     if k_cache.shape[1] == 0:
         raise ValueError(f"k_cache must have at least one head in {text}, got {describe(k_cache)}")
     tensor("v_cache", v_cache, text + " like k_cache", tuple(k_cache.shape), FLOATS + FLOAT8, like)
@@ -126,14 +138,29 @@ def kv_caches(k_cache, v_cache, like: torch.Tensor, of_query: Optional[torch.dty
         cache_dtype("k_cache", k_cache, of_query)
     aligned("k_cache", k_cache)
     aligned("v_cache", v_cache)
+    if not paged:
+        rows_apart("k_cache", k_cache)
+        rows_apart("v_cache", v_cache)
+        if k_cache.numel() and row_stride(k_cache) != row_stride(v_cache):
+            raise ValueError(
+                "k_cache and v_cache without a block_table must have rows the same number of tokens apart, got strides "
+                f"{list(k_cache.stride())} and {list(v_cache.stride())}"
+            )
 
 
-def batch(block_table, cu_seqlens_q, seqused_k, like: torch.Tensor) -> None:
-    """The page table [B, M] sets B; the lengths must agree with it."""
-    tensor("block_table", block_table, "[B, M]", (None, None), INDICES, like)
-    size = block_table.shape[0]
-    tensor("cu_seqlens_q", cu_seqlens_q, "[B + 1] with B from block_table", (size + 1,), INDICES, like)
-    tensor("seqused_k", seqused_k, "[B] with B from block_table", (size,), INDICES, like)
+def batch(block_table, cu_seqlens_q, seqused_k, like: torch.Tensor, leftpad_k=None, rows: int = 0) -> None:
+    """The page table [B, M], or without one the number of rows of the caches, sets B; the lengths must agree with it."""
+    size, text = rows, "B from the caches"
+    if block_table is not None:
+        tensor("block_table", block_table, "[B, M]", (None, None), INDICES, like)
+        size, text = block_table.shape[0], "B from block_table"
+    tensor("cu_seqlens_q", cu_seqlens_q, f"[B + 1] with {text}", (size + 1,), INDICES, like)
+    tensor("seqused_k", seqused_k, f"[B] with {text}", (size,), INDICES, like)
+    if leftpad_k is None:
+        return
+    if block_table is not None:
+        raise ValueError("leftpad_k must be None where there is a block_table, which can begin a request anywhere")
+    tensor("leftpad_k", leftpad_k, f"[B] with {text}", (size,), INDICES, like)
 
 
 def scale(name: str, x, heads: int, like: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 The choice of a backend and `explain` read these; nothing here looks at a value on a device.
 """
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 
@@ -41,7 +41,8 @@ def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
     return None
 
 
-def block_scores(index_q, block_table) -> Optional[str]:
+def block_scores(index_q, batch) -> Optional[str]:
+    """`batch`: any of the arguments with a row a request."""
     heads = index_q.shape[1]
     if architecture(index_q.device) == "sm_90" and heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0:
         return None
@@ -50,16 +51,16 @@ def block_scores(index_q, block_table) -> Optional[str]:
             f"block scoring on aot takes float8 queries on sm_90 with a power of two of heads up to "
             f"{MOST_PREFILL_HEADS}, got {heads} heads on {architecture(index_q.device)}"
         )
-    if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * block_table.shape[0]:
-        rows = f"{index_q.shape[0]} for {block_table.shape[0]} requests"
+    if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * batch.shape[0]:
+        rows = f"{index_q.shape[0]} for {batch.shape[0]} requests"
         return f"block scoring on aot takes at most {MOST_ROWS_OF_A_REQUEST} rows a request on average, got {rows}"
     return None
 
 
-def select_blocks(index_q, block_table, topk=16) -> Optional[str]:
+def select_blocks(index_q, batch, topk=16) -> Optional[str]:
     if topk > MOST_IDS:
         return f"select_blocks on aot takes a topk of at most {MOST_IDS}, got {topk}"
-    return block_scores(index_q, block_table)
+    return block_scores(index_q, batch)
 
 
 def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
@@ -75,14 +76,16 @@ PLANS = {
     1: "union tiles",
     2: "KV-stationary",
     3: "decode",
-    4: "union tiles where u(4) of a request is below 1.75 (float8: 1.5), else KV-stationary: chosen on the device",
+    4: "union tiles where u(4) of a request is below 1.75 (float8: 1.5 unless widened first), else KV-stationary: chosen on the device",
 }
 
 
 def plan(
     q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, causal=True, formulation=None
-) -> int:
-    """The formulation that sparse_attention takes on aot: a key of PLANS. NotImplementedError if a forced one can't."""
+) -> Tuple[int, int]:
+    """The formulation that sparse_attention takes on aot, a key of PLANS, and the bytes that it allocates beside its
+    results. NotImplementedError if a forced one can't.
+    """
     wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
     tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
     try:
@@ -101,7 +104,8 @@ def explain_plan(arguments: dict) -> Optional[str]:
         tensors[name] = int32(tensors[name]) if name != "block_indices" else tensors[name].int()
     given = {name: arguments[name] for name in ("causal", "formulation") if name in arguments}
     try:
-        return PLANS[plan(**tensors, **given)]
+        number, workspace = plan(**tensors, **given)
+        return f"{PLANS[number]}; workspace {workspace / 2**20:.1f} MiB"
     except NotImplementedError as error:
         return f"none: {error}"
 
@@ -122,7 +126,7 @@ def outside_aot(op: str, arguments: dict) -> Optional[str]:
     rule, needed, optional = _NEEDED[op]
     if any(name not in arguments for name in needed):
         return None
-    return rule(**{name: arguments[name] for name in (*needed, *optional) if name in arguments})
+    return rule(*[arguments[n] for n in needed], **{n: arguments[n] for n in optional if n in arguments})
 
 
 def int32(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""transformers' key caches, [B, heads, S, 128], as the paged caches that the package's functions read.
+"""transformers' key caches, [B, heads, S, 128], as the package's functions read them: as they lie, without a copy.
 
-A dense cache is a paged one whose pages overlap: a page may start at any token, the next one a token later. A row's
-left padding then lives in its block table alone, and in most cases nothing is copied.
+Two cases copy. With gradients, tokens go into pages of their own. And rows that are no whole number of tokens apart, or
+keys and values whose rows are not the same number apart (both only without a cache, or in odd views), become contiguous.
 """
 
 from typing import NamedTuple, Optional, Sequence
@@ -9,63 +9,33 @@ from typing import NamedTuple, Optional, Sequence
 import torch
 import torch.nn.functional as F
 
+from ._contiguous import row_stride
+
 PAGE = 128
 
 
-class Paged(NamedTuple):
-    caches: tuple  # of [pages, heads, 128, 128], one for each given tensor
-    block_table: torch.Tensor  # int32 [B, M]
+class Cached(NamedTuple):
+    caches: tuple  # one for each given tensor: [B, heads, S, 128] or, with a table, [pages, heads, 128, 128]
+    block_table: Optional[torch.Tensor]  # int32 [B, M], or None: contiguous
+    leftpad: Optional[torch.Tensor]  # [B], of contiguous caches
 
 
-def page_states(states: Sequence[torch.Tensor], pad: Optional[torch.Tensor]) -> Paged:
-    """Pages of one or more tensors [B, heads, S, D] of equal shape, under one block table.
+def read_states(states: Sequence[torch.Tensor], pad: Optional[torch.Tensor], grad: bool) -> Cached:
+    """Caches of one or more tensors [B, heads, S, D] of equal shape.
 
-    `pad` [B] is the number of slots before each row's content, None if there are none.
+    `pad` [B] is the number of slots before each row's content, None if there are none. `grad`: of the states or of the
+    queries that attend to them.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+    if grad:
         return separate_pages(states, pad)
-    return overlapping_pages(states, pad)
-
-
-def overlapping_pages(states: Sequence[torch.Tensor], pad: Optional[torch.Tensor]) -> Paged:
-    """Pages that start at every token.
-
-    Only the last row's last page can reach past the tensor, which no view may. Whether it does depends on the padding,
-    a device value; so the shapes decide, and a tensor without room behind its last block is copied into a longer one.
-    """
-    batch, _, length, _ = states[0].shape
-    room = PAGE - 1 if pad is not None else -length % PAGE
-    if room:
-        states = [F.pad(x, (0, 0, 0, room)) for x in states]
     strides = {row_stride(x) for x in states}
     if len(strides) > 1 or None in strides:
         states = [x.contiguous() for x in states]
-    pages_per_row = row_stride(states[0])
-    rows = torch.arange(batch, device=states[0].device) * pages_per_row
-    if pad is not None:
-        rows = rows + pad
-    blocks = torch.arange(-(-length // PAGE), device=rows.device) * PAGE
-    table = (rows[:, None] + blocks).to(torch.int32)
-    return Paged(tuple(view_pages(x, pages_per_row) for x in states), table)
+    return Cached(tuple(states), None, pad)
 
 
-def row_stride(x: torch.Tensor) -> Optional[int]:
-    """Tokens from one row to the next, or None if that is no whole number (or channels are apart)."""
-    if x.shape[0] == 1:
-        return 0 if x.stride(3) == 1 else None
-    if x.stride(3) != 1 or x.stride(0) % x.stride(2):
-        return None
-    return x.stride(0) // x.stride(2)
-
-
-def view_pages(x: torch.Tensor, pages_per_row: int) -> torch.Tensor:
-    batch, heads, length, dim = x.shape
-    pages = (batch - 1) * pages_per_row + length - PAGE + 1
-    return x.as_strided((pages, heads, PAGE, dim), (x.stride(2), x.stride(1), x.stride(2), x.stride(3)))
-
-
-def separate_pages(states: Sequence[torch.Tensor], pad: Optional[torch.Tensor]) -> Paged:
-    """A copy in pages of its own, for training: the gradient of overlapping pages would be 128 times the cache."""
+def separate_pages(states: Sequence[torch.Tensor], pad: Optional[torch.Tensor]) -> Cached:
+    """A copy in pages, for training: contiguous caches have no gradient."""
     batch, heads, length, dim = states[0].shape
     blocks = -(-length // PAGE)
     if pad is None:
@@ -77,4 +47,4 @@ def separate_pages(states: Sequence[torch.Tensor], pad: Optional[torch.Tensor]) 
         states = [x.transpose(1, 2).gather(1, index) for x in states]
     pages = [x.reshape(batch * blocks, PAGE, heads, dim).transpose(1, 2) for x in states]
     table = torch.arange(batch * blocks, dtype=torch.int32, device=states[0].device).view(batch, blocks)
-    return Paged(tuple(pages), table)
+    return Cached(tuple(pages), table, None)

@@ -4,7 +4,7 @@ from typing import Optional, Sequence, Tuple, Union
 
 import torch
 
-from . import _limits, checks
+from . import _contiguous, _limits, checks
 from .capability import choose
 from .ops import BUILT, ops
 
@@ -98,8 +98,13 @@ def _attend(
     out,
     lse,
     return_lse,
+    leftpad_k,
     formulation=None,
 ):
+    rows = None
+    if table is None:
+        rows = _contiguous.rows_of(k_cache, seqused_k, leftpad_k)
+        k_cache, v_cache, seqused_k = _contiguous.slots(k_cache), _contiguous.slots(v_cache), rows.seqused
     grad = checks.needs_grad(q, k_cache, v_cache)
     op = "dense_attention" if block_indices is None else "sparse_attention"
     if block_indices is None:
@@ -107,6 +112,8 @@ def _attend(
     else:
         outside = _limits.sparse_attention(q, k_cache, block_indices)
     backend = choose(op, q.device, q.dtype, k_cache.dtype, grad, outside)
+    if rows is not None:
+        table = _contiguous.table_for(backend, rows, _contiguous.ATTENTION_RUN)
     if backend == "aot":
         # The selection has free strides; the rest is read as contiguous rows.
         if block_indices is not None and block_indices.dtype != torch.int32:
@@ -146,7 +153,7 @@ def sparse_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_indices: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: Optional[torch.Tensor],
     *,
     cu_seqlens_q: torch.Tensor,
     seqused_k: torch.Tensor,
@@ -154,6 +161,7 @@ def sparse_attention(
     causal: bool = True,
     k_scale: Optional[torch.Tensor] = None,
     v_scale: Optional[torch.Tensor] = None,
+    leftpad_k: Optional[torch.Tensor] = None,
     out: Optional[torch.Tensor] = None,
     lse: Optional[torch.Tensor] = None,
     return_lse: bool = False,
@@ -172,12 +180,17 @@ def sparse_attention(
             pages.
         block_indices: [T, Hkv, K] int32 or int64, any strides and order. -1 and every other id that is no candidate
             block of its row contributes nothing; a duplicate counts once. The local block is not added.
-        block_table: [B, M] int32 or int64, page numbers. Entries outside [0, P) contribute nothing.
+        block_table: [B, M] int32 or int64, page numbers. Entries outside [0, P) contribute nothing. None: the caches are
+            contiguous, k_cache and v_cache [B, Hkv, S, 128] with a row a request; S may be any number, and the rows of
+            both lie the same whole number of tokens apart. Nothing is copied.
         cu_seqlens_q: [B + 1] int32 or int64, starts at 0. Rows at or past its last entry are empty rows.
-        seqused_k: [B] int32 or int64, tokens in the cache, the new ones included; clamped to what the table reaches.
+        seqused_k: [B] int32 or int64, tokens in the cache, the new ones included; clamped to what the table, or the row,
+            reaches.
         softmax_scale: factor of the logits, default 1 / sqrt(128).
         causal: a row sees tokens up to its own position; if False, all seqused_k tokens of its blocks.
         k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale.
+        leftpad_k: [B] int32 or int64, without a block_table only: slots of a row before its first token. seqused_k does
+            not count them, blocks begin behind them.
         out: [T, Hq, 128] in q's dtype to write into. lse: [T, Hq] fp32 to write into. Neither with gradients.
         return_lse: return (out, lse).
         formulation: how the aot backend computes the rows; all agree up to rounding, and no other backend looks at it.
@@ -193,7 +206,7 @@ def sparse_attention(
         out [T, Hq, 128] in q's dtype, or (out, lse); lse [T, Hq] fp32 is the natural log of the sum of exp(scaled
         logits). An empty row (nothing visible) is output 0 and lse -inf.
 
-    Differentiable in q, k_cache and v_cache on the torch backend. Specification: `reference.sparse_attention`.
+    Differentiable in q, k_cache and v_cache on the torch backend, with a block_table. Specification: `reference.sparse_attention`.
 
     Raises:
         TypeError, ValueError: an argument breaks one of the rules above.
@@ -211,6 +224,7 @@ def sparse_attention(
         causal=causal,
         k_scale=k_scale,
         v_scale=v_scale,
+        leftpad_k=leftpad_k,
         out=out,
         lse=lse,
         return_lse=return_lse,
@@ -219,15 +233,16 @@ def sparse_attention(
     lengths = (block_table, cu_seqlens_q, seqused_k)
     scales = (k_scale, v_scale)
     return _attend(
-        q, k_cache, v_cache, block_indices, *lengths, softmax_scale, causal, *scales, out, lse, return_lse, formulation
-    )
+        q, k_cache, v_cache, block_indices, *lengths, softmax_scale, causal, *scales, out, lse, return_lse, leftpad_k,
+        formulation,
+    )  # fmt: skip
 
 
 def dense_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: Optional[torch.Tensor],
     *,
     cu_seqlens_q: torch.Tensor,
     seqused_k: torch.Tensor,
@@ -235,6 +250,7 @@ def dense_attention(
     causal: bool = True,
     k_scale: Optional[torch.Tensor] = None,
     v_scale: Optional[torch.Tensor] = None,
+    leftpad_k: Optional[torch.Tensor] = None,
     out: Optional[torch.Tensor] = None,
     lse: Optional[torch.Tensor] = None,
     return_lse: bool = False,
@@ -256,12 +272,14 @@ def dense_attention(
         causal=causal,
         k_scale=k_scale,
         v_scale=v_scale,
+        leftpad_k=leftpad_k,
         out=out,
         lse=lse,
         return_lse=return_lse,
     )
     lengths = (block_table, cu_seqlens_q, seqused_k)
-    return _attend(q, k_cache, v_cache, None, *lengths, softmax_scale, causal, k_scale, v_scale, out, lse, return_lse)
+    scales = (k_scale, v_scale)
+    return _attend(q, k_cache, v_cache, None, *lengths, softmax_scale, causal, *scales, out, lse, return_lse, leftpad_k)
 
 
 def merge_states(

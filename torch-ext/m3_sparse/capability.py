@@ -11,7 +11,7 @@ from typing import List, Optional, Tuple
 
 import torch
 
-from . import _limits, checks
+from . import _contiguous, _limits, checks
 from ._architecture import architecture
 from .ops import BUILT, OPERATIONS
 
@@ -250,7 +250,8 @@ def explain(op: str, **arguments) -> str:
         + (", gradients needed" if needs_grad else "")
         + ":"
     ]
-    outside = _limits.outside_aot(op, arguments)
+    paged = _contiguous.paged_arguments(op, arguments)
+    outside = _limits.outside_aot(op, paged)
     for name in BACKENDS:
         reasons = refusals(op, name, first.device, dtypes, needs_grad)
         if name == "aot" and outside is not None:
@@ -261,7 +262,7 @@ def explain(op: str, **arguments) -> str:
         chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
         lines.append(f"  -> {chosen}, {rule}")
         if op == "sparse_attention" and chosen == "aot":
-            formulation = _limits.explain_plan(arguments)
+            formulation = _limits.explain_plan(paged)
             lines += [] if formulation is None else [f"     formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:
         lines.append(f"  -> raises {type(error).__name__}: {error}")

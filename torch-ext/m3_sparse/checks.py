@@ -23,6 +23,7 @@ from ._arguments import (
     needs_grad,
     page_size,
     query,
+    rows_apart,
     scale,
     stacked,
     stored,
@@ -31,18 +32,24 @@ from ._arguments import (
 )
 
 
-def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k) -> None:
+def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k, leftpad_k=None) -> None:
     query("index_q", index_q, heads="Hi", dtypes=(*FLOATS, torch.float8_e4m3fn))
-    text = f"[P, page, {HEAD_DIM}]"
+    paged = block_table is not None
+    text = f"[P, page, {HEAD_DIM}]" if paged else f"[B, S, {HEAD_DIM}] (block_table is None)"
     tensor("index_k_cache", index_k_cache, text, (None, None, HEAD_DIM), FLOATS + FLOAT8, index_q)
-    page_size("index_k_cache", index_k_cache.shape[1])
+    if paged:
+        page_size("index_k_cache", index_k_cache.shape[1])
     cache_dtype("index_k_cache", index_k_cache, index_q.dtype)
     aligned("index_k_cache", index_k_cache)
-    batch(block_table, cu_seqlens_q, seqused_k, index_q)
-    blocks = (block_table.shape[1] * index_k_cache.shape[1] + HEAD_DIM - 1) // HEAD_DIM
+    if not paged:
+        rows_apart("index_k_cache", index_k_cache)
+    batch(block_table, cu_seqlens_q, seqused_k, index_q, leftpad_k, index_k_cache.shape[0])
+    reach = (block_table.shape[1] if paged else 1) * index_k_cache.shape[1]
+    blocks = (reach + HEAD_DIM - 1) // HEAD_DIM
     if blocks > MAX_BLOCKS:
+        name, what = ("block_table", "a table") if paged else ("index_k_cache", "one")
         raise ValueError(
-            f"block_table must reach at most {MAX_BLOCKS} blocks of 128 tokens, got a table that reaches {blocks}"
+            f"{name} must reach at most {MAX_BLOCKS} blocks of 128 tokens, got {what} that reaches {blocks}"
         )
 
 
@@ -56,10 +63,12 @@ def select_blocks(
     topk=16,
     local_blocks=1,
     init_blocks=0,
+    leftpad_k=None,
     out=None,
     return_scores=False,
 ) -> None:
-    block_scores(index_q, index_k_cache, block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
+    block_scores(index_q, index_k_cache, block_table, **lengths)
     whole("topk", topk, 1)
     whole("local_blocks", local_blocks, 0)
     whole("init_blocks", init_blocks, 0)
@@ -91,13 +100,15 @@ def _attention(
     out,
     lse,
     return_lse,
+    leftpad_k,
 ) -> None:
     query("q", q)
-    kv_caches(k_cache, v_cache, q, q.dtype)
+    paged = block_table is not None
+    kv_caches(k_cache, v_cache, q, q.dtype, paged)
     heads = k_cache.shape[1]
     if q.shape[1] % heads != 0:
         raise ValueError(f"q must have a multiple of the Hkv = {heads} heads of k_cache, got Hq = {q.shape[1]}")
-    batch(block_table, cu_seqlens_q, seqused_k, q)
+    batch(block_table, cu_seqlens_q, seqused_k, q, leftpad_k, k_cache.shape[0])
     if softmax_scale is not None and (
         isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float, torch.SymFloat))
     ):
@@ -112,6 +123,10 @@ def _attention(
     if lse is not None:
         tensor("lse", lse, "[T, Hq]", tuple(q.shape[:2]), (torch.float32,), q)
     if needs_grad(q, k_cache, v_cache):
+        if not paged:
+            raise NotImplementedError(
+                "gradients of contiguous caches are not implemented: expected a block_table, or tensors without grad"
+            )
         if out is not None or lse is not None:
             raise ValueError(
                 "out and lse must be None where q, k_cache or v_cache requires grad, got a tensor to write into"
@@ -137,6 +152,7 @@ def dense_attention(
     out=None,
     lse=None,
     return_lse=False,
+    leftpad_k=None,
 ) -> None:
     _attention(
         q,
@@ -152,6 +168,7 @@ def dense_attention(
         out,
         lse,
         return_lse,
+        leftpad_k,
     )
 
 

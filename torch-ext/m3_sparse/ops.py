@@ -234,7 +234,7 @@ if hasattr(ops, "aot_merge_states"):
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_attention_plan"))
     def _(*arguments):
-        return 0
+        return 0, 0
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_sparse_attention_kv_stationary"))
     def _(*arguments, **options):

@@ -17,7 +17,8 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from ._transformers_cache import page_states
+from ._arguments import needs_grad
+from ._transformers_cache import read_states
 from ._transformers_rows import check_rows, compact_mask, read_rows
 from .attention import dense_attention, sparse_attention
 from .selection import select_blocks
@@ -99,12 +100,13 @@ def flash_attn_forward(
         "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=query.device) * q_length,
         "seqused_k": rows.kv_lengths(q_length),
     }
-    (k_pages, v_pages), block_table = page_states((key, value), rows.pad)
+    (keys, values), block_table, leftpad = read_states((key, value), rows.pad, needs_grad(query, key, value))
+    options = {**lengths, "softmax_scale": scaling, "leftpad_k": leftpad}
     if block_indices is None:
-        out = dense_attention(tokens(query), k_pages, v_pages, block_table, softmax_scale=scaling, **lengths)
+        out = dense_attention(tokens(query), keys, values, block_table, **options)
     else:
         selected = select(module.indexer, block_indices, rows.pad, lengths)
-        out = sparse_attention(tokens(query), k_pages, v_pages, selected, block_table, softmax_scale=scaling, **lengths)
+        out = sparse_attention(tokens(query), keys, values, selected, block_table, **options)
     out = out.view(batch, q_length, heads, dim)
     if refused is not None:
         out = out.masked_fill(refused[:, None, None, None], float("nan"))
@@ -113,11 +115,12 @@ def flash_attn_forward(
 
 def select(indexer, states: IndexStates, pad: Optional[torch.Tensor], lengths) -> torch.Tensor:
     """Selected blocks [B * Sq, Hi, topk], counted from each row's first real token."""
-    (k_pages,), block_table = page_states((states.key.detach(),), pad)
+    (keys,), block_table, leftpad = read_states((states.key.detach(),), pad, False)
     return select_blocks(
         tokens(states.query.detach()),
-        k_pages[:, 0],
+        keys[:, 0],
         block_table,
+        leftpad_k=leftpad,
         topk=indexer.topk_blocks,
         local_blocks=indexer.local_blocks,
         **lengths,
