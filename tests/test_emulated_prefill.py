@@ -17,7 +17,10 @@ DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), 
 POLICIES = ["late", "late:tma", "late:wgmma", "random1+race", "random2+race"]
 FORMULATIONS = ["union", "kv_stationary"]
 RACED = DTYPES[0], DTYPES[2]  # the other programs differ in conversions alone; race checks take most of the time
-BY_SEQUENCE, WIDENED = 4, 5  # of launch/prefill.h: chosen for each request, or a float8 cache widened, whatever the shape
+BY_SEQUENCE, WIDENED = (
+    4,
+    5,
+)  # of launch/prefill.h: chosen for each request, or a float8 cache widened, whatever the shape
 
 each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
 each_formulation = pytest.mark.parametrize("formulation", FORMULATIONS)

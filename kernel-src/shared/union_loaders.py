@@ -448,9 +448,7 @@ class UnionLoaders:
         return [ptx.select(i * 32 + lane < ctas, key, Int32(-1)) for i, key in enumerate(keys)]
 
     @cute.jit
-    def partner(
-        self, counts: Int64, slots: Int32, total: Int32, first: Int32, cta: Int32, ctas: Int32, lane: Int32
-    ):
+    def partner(self, counts: Int64, slots: Int32, total: Int32, first: Int32, cta: Int32, ctas: Int32, lane: Int32):
         """Which tile of the round that starts at `first` this CTA takes: after the n-th lightest of the round before,
         the n-th heaviest."""
         before = self.costs(counts, slots, total, first - ctas, ctas, lane)

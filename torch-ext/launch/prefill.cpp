@@ -74,8 +74,8 @@ std::int64_t attention_workspace(const DecodeArguments& a, Formulation plan) {
   if (a.q.size(0) * a.k_cache.size(1) == 0) return 0;
   const bool copies = plan == Formulation::union_widened || (lists && union_widens(a));
   // The copies are given back before the partial results are asked for.
-  return (lists ? union_workspace_bytes(a) : 0) + std::max(copies ? union_copies_bytes(a) : 0,
-                                                           partials ? plan_kv_stationary(a).workspace_bytes : 0);
+  return (lists ? union_workspace_bytes(a) : 0) +
+         std::max(copies ? union_copies_bytes(a) : 0, partials ? plan_kv_stationary(a).workspace_bytes : 0);
 }
 
 void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap) {

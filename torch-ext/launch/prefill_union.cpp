@@ -120,24 +120,11 @@ Tensor widen(const DecodeArguments& a, const Shape& s, Address choice) {
   const auto& program =
       a.k_cache.scalar_type() == ScalarType::Float8_e4m3fn ? cubins::prefill_widen_e4m3 : cubins::prefill_widen_e5m2;
   launch::run(program, {static_cast<unsigned>(entries), static_cast<unsigned>(s.heads)}, device_of(a),
-              WidenParams{{a.k_cache.data_ptr(),
-                           a.v_cache.data_ptr(),
-                           base,
-                           base + widened_bytes(s) / 2,
-                           a.block_table.data_ptr(),
-                           a.seqused_k.data_ptr(),
-                           choice,
-                           a.k_cache.stride(0),
-                           a.k_cache.stride(1),
-                           a.k_cache.stride(2),
-                           a.v_cache.stride(0),
-                           a.v_cache.stride(1),
-                           a.v_cache.stride(2),
-                           a.block_table.stride(0) * 4,
-                           narrow(s.table),
-                           narrow(s.pages),
-                           s.page == 128 ? 7 : 6,
-                           narrow(s.heads)}},
+              WidenParams{{a.k_cache.data_ptr(), a.v_cache.data_ptr(), base, base + widened_bytes(s) / 2,
+                           a.block_table.data_ptr(), a.seqused_k.data_ptr(), choice, a.k_cache.stride(0),
+                           a.k_cache.stride(1), a.k_cache.stride(2), a.v_cache.stride(0), a.v_cache.stride(1),
+                           a.v_cache.stride(2), a.block_table.stride(0) * 4, narrow(s.table), narrow(s.pages),
+                           s.page == 128 ? 7 : 6, narrow(s.heads)}},
               kOverlap);
   return copies;
 }
@@ -176,8 +163,9 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold, 
   const Layout layout(s);
   const int device = device_of(a);
   const I64 bytes[] = {layout.bytes};
-  UnionLists lists{s.slots, s.capacity, by_entry, nullptr, nullptr,
-                   nullptr, nullptr,    nullptr,  torch::stable::new_empty(a.q, {bytes, 1}, ScalarType::Byte)};
+  UnionLists lists{s.slots, s.capacity, by_entry,
+                   nullptr, nullptr,    nullptr,
+                   nullptr, nullptr,    torch::stable::new_empty(a.q, {bytes, 1}, ScalarType::Byte)};
   char* const base = static_cast<char*>(lists.memory.data_ptr());
   lists.tiles = base + layout.tiles;
   lists.counts = base + layout.counts;

@@ -9,9 +9,9 @@
 namespace m3_sparse {
 
 // u(4) of a sequence (kernel-src/neutral/union.py) from which its tokens take the KV-stationary formulation. On an H200
-// the two take equally long at 1.7 to 1.8 for a 16-bit cache and one widened to it (8k to 128k keys, 4k queries and more)
-// and at 1.45 to 1.6 for float8, where union tiles widen K and V once for 8 tokens and KV-stationary once for all:
-// docs/prefill.md.
+// the two take equally long at 1.7 to 1.8 for a 16-bit cache and one widened to it (8k to 128k keys, 4k queries and
+// more) and at 1.45 to 1.6 for float8, where union tiles widen K and V once for 8 tokens and KV-stationary once for
+// all: docs/prefill.md.
 constexpr double union_threshold(bool is_float8) { return is_float8 ? 1.5 : 1.75; }
 
 // Where the lists of all tiles lie: neutral/union.py says what they hold.
@@ -40,8 +40,8 @@ bool union_widens(const DecodeArguments& a);
 // `by_entry`: for a widened copy.
 UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold = 0, bool by_entry = false);
 
-// sm90/prefill_union.py, after sm90/prefill_widen.py for lists by entry. Writes the rows of sequences that take this formulation (all without a choice, and those past
-// the last sequence in any case).
+// sm90/prefill_union.py, after sm90/prefill_widen.py for lists by entry. Writes the rows of sequences that take this
+// formulation (all without a choice, and those past the last sequence in any case).
 void prefill_union(const DecodeArguments& a, const UnionLists& lists, bool by_choice);
 
 }  // namespace m3_sparse
