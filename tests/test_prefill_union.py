@@ -193,15 +193,17 @@ def a_forced_formulation_that_cannot_run_says_why(driver):
 
 
 @check
-def other_architectures_decode(driver):
-    driver.set_capability(100)
-    assert plan(problem()) == DECODE
-    operators().aot_sparse_attention(*problem())
-    assert driver.launches.pop().entry == "m3s_decode_bf16_s1_sm100a_0"
-    for formulation in (UNION, KV_STATIONARY, BY_SEQUENCE):
-        assert "compute capability 9.0 only" in error_of(plan, problem(), formulation)
-    assert plan(problem(), DECODE) == DECODE
-    assert not driver.launches
+def other_architectures_take_their_own_programs(driver):
+    for capability in (100, 103):
+        driver.set_capability(capability)
+        assert plan(problem()) == BY_SEQUENCE and plan(problem(tokens=16)) == DECODE
+        driver.launches.clear()
+        operators().aot_sparse_attention(*problem())
+        launches, end = driver.launches, f"_sm{capability}a_0"
+        assert all(launch.entry.endswith(end) for launch in launches)
+        assert launches[1].params[-1] == 1.25
+        assert launches[2].entry == "m3s_prefill_union_bf16" + end and launches[2].block == (384, 1, 1)
+        assert launches[2].grid == (148, 1, 1) and launches[-2].entry == "m3s_prefill_bf16_bf16_r16" + end
 
 
 @check

@@ -128,8 +128,7 @@ m3_sparse::Selection selection(const Tensor& index_q, const Tensor& index_k, con
       way == Selection::by_shape ? m3_sparse::choose_selection(index_q, index_k, requests, blocks, scores_wanted) : way;
   const bool fp8_queries = index_q.scalar_type() == ScalarType::Float8_e4m3fn;
   STD_TORCH_CHECK(chosen != Selection::decode || !fp8_queries,
-                  "index_q: float8_e4m3fn is taken on compute capability 9.0 only, with a power of two of heads up to "
-                  "64 and strides other than 0");
+                  "index_q: float8_e4m3fn is taken with a power of two of heads up to 64 and strides other than 0");
   STD_TORCH_CHECK(chosen == Selection::decode || way == Selection::by_shape ||
                       m3_sparse::prefill_scores_fit(index_q, index_k, requests, blocks),
                   "way: prefill_score does not take these tensors");

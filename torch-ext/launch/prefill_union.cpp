@@ -106,8 +106,8 @@ bool is_float8(const DecodeArguments& a) { return a.k_cache.element_size() == 1;
 // Of the fp16 copies of K and V, a page for each entry of the page table.
 I64 widened_bytes(const Shape& s) { return 2 * s.requests * s.table * s.heads * s.page * 128 * 2; }
 
-Map copy_map(const void* base, const Shape& s) {
-  return launch::tensor_map(base, 2, {128, s.page, s.heads, s.requests * s.table},
+Map copy_map(const Tensor& copies, const void* base, const Shape& s) {
+  return launch::tensor_map(copies, base, 2, {128, s.page, s.heads, s.requests * s.table},
                             {256, s.page * 256, s.heads * s.page * 256}, {64, static_cast<unsigned>(s.page), 1, 1});
 }
 
@@ -154,8 +154,9 @@ const char* union_refuses(const DecodeArguments& a) {
 
 bool union_widens(const DecodeArguments& a) {
   const Shape s(a);
-  return is_float8(a) && !has_slots(a.k_cache) && s.tokens >= kLeastTokensWidened &&
-         s.tokens * kEntryTokensWidened >= s.requests * s.table * s.page && widened_bytes(s) <= kMostWidenedBytes;
+  return is_float8(a) && !has_slots(a.k_cache) && launch::available(cubins::prefill_widen_e4m3, device_of(a)) &&
+         s.tokens >= kLeastTokensWidened && s.tokens * kEntryTokensWidened >= s.requests * s.table * s.page &&
+         widened_bytes(s) <= kMostWidenedBytes;
 }
 
 UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold, bool by_entry) {
@@ -198,7 +199,7 @@ UnionLists union_lists(const DecodeArguments& a, bool choose, double threshold, 
                            narrow(s.capacity),
                            by_entry ? 1 : 0}},
               kOverlap);
-  if (threshold == 0) threshold = union_threshold(is_float8(a) && !by_entry);
+  if (threshold == 0) threshold = union_threshold(is_float8(a) && !by_entry, launch::compute_capability(device));
   if (choose)
     launch::run(cubins::union_choice, {static_cast<unsigned>(s.requests)}, device,
                 ChoiceParams{{a.cu_seqlens_q.data_ptr(), lists.counts, lists.choice, narrow(s.requests),
@@ -217,13 +218,13 @@ void prefill_union(const DecodeArguments& a, const UnionLists& lists, bool by_ch
   if (lists.by_entry) {
     copies = widen(a, s, choice);
     char* const base = static_cast<char*>(copies->data_ptr());
-    k_map = copy_map(base, s);
-    v_map = copy_map(base + widened_bytes(s) / 2, s);
+    k_map = copy_map(*copies, base, s);
+    v_map = copy_map(*copies, base + widened_bytes(s) / 2, s);
   } else {
     k_map = cache_map(a.k_cache);
     v_map = cache_map(a.v_cache);
   }
-  ForwardParams params{{launch::tensor_map(a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
+  ForwardParams params{{launch::tensor_map(a.q, a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
                                            {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, kGroup, kTileTokens}),
                         k_map,
                         v_map,

@@ -11,8 +11,13 @@ namespace m3_sparse {
 // u(4) of a sequence (kernel-src/neutral/union.py) from which its tokens take the KV-stationary formulation. On an H200
 // the two take equally long at 1.7 to 1.8 for a 16-bit cache and one widened to it (8k to 128k keys, 4k queries and
 // more) and at 1.45 to 1.6 for float8, where union tiles widen K and V once for 8 tokens and KV-stationary once for
-// all: docs/prefill.md.
-constexpr double union_threshold(bool is_float8) { return is_float8 ? 1.5 : 1.75; }
+// all: docs/prefill.md. On SM100 and SM103 a tile multiplies for all 8 tokens what one of them chose, some 1.3 times
+// u(4), and partial results cost less beside it; by the clocks in kernel-src/sm100/*.py they meet at 1.25. Nothing
+// there is measured.
+constexpr double union_threshold(bool is_float8, int capability) {
+  if (capability >= 100) return 1.25;
+  return is_float8 ? 1.5 : 1.75;
+}
 
 // Where the lists of all tiles lie: neutral/union.py says what they hold.
 struct UnionLists {
