@@ -155,8 +155,12 @@ def test_tiles_of_several_ctas(emulation, topk):
 @each_dtype
 @pytest.mark.parametrize("topk", [3, 17])
 def test_masked_blocks(emulation, dtypes, topk):
-    """Without forced blocks a row's own is scored too, and a tile's rows lie in several."""
-    tensors, lengths = make([140], [128 * (topk + 3) + 9], 1, dtypes, page=64, seed=topk)
+    """Without forced blocks a row's own is scored too, and a tile's rows lie in several, more than one of which a CTA
+    takes after others."""
+    kv_lens = [128 * (topk + 3) + 9, 128 * (topk + 4) + 70]
+    tensors, lengths = make([300, 270], kv_lens, 1, dtypes, page=64, seed=topk)
+    check(tensors, lengths, topk=topk, local=0)
+    tensors, lengths = make([140], kv_lens[:1], 1, dtypes, page=64, seed=topk)
     check(tensors, lengths, topk=topk, local=0)
 
 
