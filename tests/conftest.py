@@ -50,6 +50,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--faults", action="store_true", help="break the large programs too (tests/test_emulated_faults.py)"
     )
+    parser.addoption(
+        "--device",
+        default="sm_90",
+        metavar="ARCHITECTURE",
+        help="what the emulator passes for where a test doesn't say it: sm_90 (default), sm_100 or sm_103",
+    )
 
 
 def pytest_configure(config):
@@ -91,12 +97,13 @@ def variant_folder():
 
 
 @pytest.fixture(scope="session")
-def emulation(tmp_path_factory, variant_folder):
+def emulation(tmp_path_factory, variant_folder, pytestconfig):
     """The package's operators on the emulator; see ptx_emulator/session.py."""
     import m3_sparse
     from ptx_emulator.session import Emulation
 
-    made = Emulation(tmp_path_factory.mktemp("driver"), variant_folder.parent / "kernels")
+    kernels = variant_folder.parent / "kernels"
+    made = Emulation(tmp_path_factory.mktemp("driver"), kernels, pytestconfig.getoption("--device"))
     made.install(m3_sparse)
     return made
 

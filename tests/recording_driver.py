@@ -71,8 +71,12 @@ class RecordingDriver:
         self.library.recording_set_callback(self._callback)
 
     def set_capability(self, value: int) -> None:
-        """Of the pretended device; the extension reads it once a process."""
+        """Of the pretended device, 10 * major + minor; the extension asks at each launch that works in host memory."""
         self.library.recording_set_capability(value)
+
+    def set_multiprocessors(self, count: int) -> None:
+        """Of the pretended device; 0: as many as an H200 or a B200 has, by the capability."""
+        self.library.recording_set_multiprocessors(count)
 
     @property
     def load_count(self) -> int:

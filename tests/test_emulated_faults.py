@@ -106,6 +106,26 @@ def prefill_score(q, kv, way, topk):
     return run
 
 
+def attend_on_blackwell(formulation):
+    """All tiles in one CTA; KV-stationary in chunks that are combined beside the next."""
+    case = cases.make([14, 5, 9], [500, 77, 300], heads=(16, 1), dtype=BF16, kv_dtype=E4M3, page=64, topk=4, seed=5)
+    (q, k_cache, v_cache, ids, table), options = case.sparse()
+    lengths = (options["cu_seqlens_q"], options["seqused_k"])
+    call = getattr(ops, "ops", ops).aot_sparse_attention_kv_stationary.default
+
+    def run(emulation):
+        out, lse = cases.nan_like(q.shape, q.dtype), cases.nan_like(q.shape[:2], torch.float32)
+        arguments = (out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, True, None, None)
+        with emulation.device("sm_100", 1):
+            if formulation == "union":
+                ops.BUILT["sparse_attention", "aot"](*arguments, 0, True, UNION)
+            else:
+                emulation.wrapped(call)(*arguments, None, 8, 1)
+        return out, lse
+
+    return run
+
+
 PROGRAMS = {
     "decode_bf16_s2": attend(2, BF16), "decode_e4m3_s4": attend(4, E4M3), "decode_bf16_s16": attend(16, BF16),
     "decode_score_bf16_bf16_n32": select(40, BF16), "decode_score_bf16_e4m3_n32": select(40, E4M3),
@@ -132,9 +152,9 @@ def same(got, want):
     return all(torch.equal(oracle.stored_bytes(a), oracle.stored_bytes(b)) for a, b in zip(got, want))
 
 
-def verdicts(emulation, name, run):
-    driver, entry = emulation.driver, f"m3s_{name}_sm90a_0"
-    driver.most_ctas = {entry: PERSISTENT.get(name, 1 << 30)}
+def verdicts(emulation, name, run, arch="sm90a"):
+    driver, entry = emulation.driver, f"m3s_{name}_{arch}_0"
+    driver.most_ctas = {entry: PERSISTENT.get(name, 1 << 30)} if arch == "sm90a" else {}
     want = run(emulation)
     text = (driver.kernels / f"{driver.manifests[entry]['name']}.ptx").read_text()
     result = []
@@ -151,7 +171,7 @@ def verdicts(emulation, name, run):
             return same(got, want), emulation.reports
 
         result.append((mutant, faults.judge(check, mutant)))
-    faults.record(name, result)
+    faults.record(name if arch == "sm90a" else f"{name} on SM100", result)
     return result
 
 
@@ -162,6 +182,15 @@ def test_faults_are_noticed(emulation, name):
     print(faults.table(found[name]), missed)
     assert len(found[name]) >= 6
     assert len(missed) <= (1 - NOTICED_OF_ONE) * len(found[name]), missed
+
+
+@pytest.mark.parametrize("name", ["prefill_bf16_e4m3_r16", "prefill_union_e4m3"])
+def test_faults_on_blackwell_are_noticed(emulation, name):
+    run = attend_on_blackwell("union" if "union" in name else "kv_stationary")
+    verdict = verdicts(emulation, name, run, "sm100a")
+    missed = [(m.kind, m.line) for m, by in verdict if by is None]
+    print(faults.table(verdict), missed)
+    assert len(verdict) >= 80 and len(missed) <= 0.05 * len(verdict), missed
 
 
 def test_most_of_all_faults_are_noticed():

@@ -15,10 +15,11 @@ from .driver import EmulatingDriver
 
 
 class Emulation:
-    """The driver, and the record of what ran."""
+    """The driver, and the record of what ran. The CPU passes for a device of `architecture` ("sm_90")."""
 
-    def __init__(self, folder, kernels):
+    def __init__(self, folder, kernels, architecture="sm_90"):
         self.driver = EmulatingDriver(folder, kernels)
+        self.become(architecture)
         self.calling = False
         self.reports = []
         self.library = torch.library.Library("aten", "IMPL")
@@ -34,11 +35,28 @@ class Emulation:
             self.driver.memory.append((made.data_ptr(), made.numel() * made.element_size(), True))
         return made
 
+    def become(self, architecture):
+        self.architecture = architecture
+        self.driver.set_capability(int(architecture[len("sm_") :]))
+
+    @contextlib.contextmanager
+    def device(self, architecture, multiprocessors=0):
+        """Pass for another device: the launcher picks its images, the package its rows of the capability table. With few
+        multiprocessors a persistent CTA gets much to do in a small problem."""
+        before = self.architecture
+        self.become(architecture)
+        self.driver.set_multiprocessors(multiprocessors)
+        try:
+            yield self
+        finally:
+            self.become(before)
+            self.driver.set_multiprocessors(0)
+
     def install(self, package):
-        """Make the package's `aot` operators run here; the CPU passes for an sm_90 device."""
+        """Make the package's `aot` operators run here."""
         for name, module in list(sys.modules.items()):
             if name.startswith(package.__name__) and hasattr(module, "architecture"):
-                module.architecture = lambda device: "sm_90"
+                module.architecture = lambda device: self.architecture
         for key, function in list(package.ops.BUILT.items()):
             if key[1] == "aot":
                 package.ops.BUILT[key] = self.wrapped(function)
@@ -58,7 +76,7 @@ class Emulation:
             self.calling = True
             try:
                 with driver.tensors(*inputs, outputs=outputs):
-                    function(*args, **options)
+                    return function(*args, **options)
             except RuntimeError:
                 driver.raise_error()
                 raise
