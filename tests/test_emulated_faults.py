@@ -21,8 +21,13 @@ UNION = 1  # a formulation of sparse_attention
 
 
 def attend(splits, kv):
-    case = cases.make([1, 1], [2100, 700], heads=(16, 1), dtype=BF16, kv_dtype=kv, style="clean", topk=16, seed=5)
+    """Half a block lies outside the cache: what is cleared instead lies where the next block is copied to."""
+    case = cases.make(
+        [1, 1], [2100, 700], heads=(16, 1), dtype=BF16, kv_dtype=kv, page=64, style="clean", topk=16, seed=5
+    )
     (q, k_cache, v_cache, ids, table), options = case.sparse()
+    ids[0, 0] = torch.arange(16)
+    table[0, 0], table[0, 9] = -1, -1
     lengths = (options["cu_seqlens_q"], options["seqused_k"])
 
     def run(emulation):
