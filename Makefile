@@ -21,9 +21,10 @@ build:
 	@.venv/bin/python tools/build.py all
 
 # compute-sanitizer's four tools over every SM90 program, on a GPU; their reports go to build/sanitizer.log.
+SANITIZER ?= compute-sanitizer
 sanitize:
 	@$(PYTHON) tools/environment.py requirements-test.txt
-	@.venv/bin/python tests/gpu/sanitizer_sweep.py --variant "$$(.venv/bin/python tools/build.py cuda)" --log build/sanitizer.log
+	@.venv/bin/python tests/gpu/sanitizer_sweep.py --variant "$$(.venv/bin/python tools/build.py cuda)" --log build/sanitizer.log --sanitizer "$(SANITIZER)"
 
 clean:
 	rm -rf build .venv

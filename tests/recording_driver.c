@@ -21,12 +21,13 @@ typedef int (*LaunchCallback)(const char *entry, const unsigned *grid, const uns
 
 int m3_sparse_host_memory = 1;
 static LaunchCallback on_launch;
-static int capability = 90, load_count, context_device = -1;
+static int capability = 90, multiprocessors, load_count, context_device = -1;
 static unsigned last_cluster, last_overlap; /* of the last launch: CTAs of a cluster, programmatic dependence */
 static int last_carveout;                   /* and percent of shared memory, or -1 */
 
 void recording_set_callback(LaunchCallback callback) { on_launch = callback; }
 void recording_set_capability(int value) { capability = value; }
+void recording_set_multiprocessors(int value) { multiprocessors = value; }
 int recording_load_count(void) { return load_count; }
 unsigned recording_last_cluster(void) { return last_cluster; }
 unsigned recording_last_overlap(void) { return last_overlap; }
@@ -39,8 +40,9 @@ static CUresult CtxPushCurrent(void *context) { context_device = (int)(intptr_t)
 static CUresult CtxPopCurrent(void **context) { context_device = -1; return 0; }
 static CUresult DevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(intptr_t)(device + 1); return 0; }
 static CUresult DeviceGetAttribute(int *value, int attribute, int device) {
-  /* 75 and 76: compute capability, major and minor; 16: multiprocessors */
-  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? 132 : 0;
+  /* 75 and 76: compute capability, major and minor; 16: multiprocessors, by default of an H200 or a B200 */
+  const int count = multiprocessors ? multiprocessors : capability < 100 ? 132 : 148;
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? count : 0;
   return 0;
 }
 static CUresult LibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {

@@ -50,6 +50,7 @@ class Launch:
     shared_bytes: int
     stream: int
     params: list
+    cluster: int = 1  # CTAs
     overlap: int = 0  # may start before its predecessor in the stream has ended
     carveout: int = -1  # percent of shared memory asked for, or -1
 
@@ -70,8 +71,12 @@ class RecordingDriver:
         self.library.recording_set_callback(self._callback)
 
     def set_capability(self, value: int) -> None:
-        """Of the pretended device; the extension reads it once a process."""
+        """Of the pretended device, 10 * major + minor; the extension asks at each launch that works in host memory."""
         self.library.recording_set_capability(value)
+
+    def set_multiprocessors(self, count: int) -> None:
+        """Of the pretended device; 0: as many as an H200 or a B200 has, by the capability."""
+        self.library.recording_set_multiprocessors(count)
 
     @property
     def load_count(self) -> int:
@@ -97,6 +102,7 @@ class RecordingDriver:
             else:
                 values.append(struct.unpack("<" + FORMATS[param["kind"]], data)[0])
         launch = Launch(entry.decode(), tuple(grid[:3]), tuple(block[:3]), shared_bytes, stream, values)
-        launch.overlap, launch.carveout = self.last_overlap, self.library.recording_last_carveout()
+        launch.cluster, launch.overlap = self.last_cluster, self.last_overlap
+        launch.carveout = self.library.recording_last_carveout()
         self.launches.append(launch)
         return 0

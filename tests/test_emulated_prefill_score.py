@@ -1,4 +1,5 @@
-"""prefill_score and its fold in the PTX emulator, through the operator and the launcher.
+"""prefill_score of SM90 and SM100 and its fold in the PTX emulator, through the operator and the launcher. SM103's programs are
+SM100's (test_emulated_architectures.py).
 
 Needs `--backend=emulated`. Scores are judged against float64, selections exactly against the scores. The emulator adds
 fp8 products in float32, so here they keep the bound of the other dtypes.
@@ -14,6 +15,17 @@ from m3_sparse import ops
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (E4M3, E4M3)]
 STORED, FUSED = 2, 3
+AT_LEAST_1 = (17,)  # prefill_score's parameter topk (torch_binding.cpp)
+RACED = DTYPES[0], DTYPES[2], DTYPES[4]  # SM100's other programs differ in conversions alone
+
+
+@pytest.fixture(autouse=True, params=["sm_90", "sm_100"])
+def device(request, emulation):
+    with emulation.device(request.param):
+        yield request.param
+
+
+each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
 
 
 def select(tensors, lengths, way, scores=None, topk=16, local=1, init=0):
@@ -46,13 +58,14 @@ def make(q_lens, kv_lens, heads=4, dtypes=DTYPES[0], **options):
     return case.index()
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+@each_dtype
 @pytest.mark.parametrize("page, topk", [(128, 4), (64, 3), (128, 20)])
-def test_against_float64(emulation, dtypes, page, topk):
+def test_against_float64(emulation, device, dtypes, page, topk):
     tensors, lengths = make([70, 5, 0, 33], [2900, 5, 130, 700], dtypes=dtypes, page=page, pad_rows=2, seed=page)
-    with emulation.policy("eager+race"):
+    race = "+race" if device == "sm_90" or dtypes in RACED else ""
+    with emulation.policy("eager" + race):
         scores, ids = check(tensors, lengths, topk=topk)
-    for policy in ("late", "random1+race"):
+    for policy in ("late", "random1" + race):
         with emulation.policy(policy):
             assert torch.equal(select(tensors, lengths, FUSED, topk=topk), ids)
             again = torch.empty_like(scores)
@@ -60,22 +73,25 @@ def test_against_float64(emulation, dtypes, page, topk):
             assert torch.equal(again, scores)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
-def test_scores_below_zero_and_nan(emulation, dtypes):
+@each_dtype
+@pytest.mark.parametrize("topk", [4, 17])
+def test_scores_below_zero_and_nan(emulation, dtypes, topk):
     """The maxima by integer bits are taken again in floating point where a result has its sign bit or is a NaN."""
-    (query, keys, table), lengths = make([40], [1500], 2, dtypes, layout="dense", seed=3)
+    (query, keys, table), lengths = make([40], [1500 if topk < 17 else 2600], 2, dtypes, layout="dense", seed=3)
     query.copy_(query.float().abs().to(query.dtype))
     ahead = torch.arange(keys.shape[0])[:, None, None] % 3
     signs = torch.where(ahead == 0, -keys.float().abs(), keys.float())
     keys.copy_(torch.where(ahead == 2, torch.zeros_like(signs), signs).to(keys.dtype))
     query[7, 1, 5] = torch.nan  # a row of NaN scores
     with emulation.policy("eager+race"):
-        check((query, keys, table), lengths, topk=4)
+        check((query, keys, table), lengths, topk=topk)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 64])
 @pytest.mark.parametrize("topk, local, init", [(4, 0, 0), (8, 2, 1), (3, 3, 0), (17, 1, 2), (1, 1, 0)])
-def test_heads_and_options(emulation, heads, topk, local, init):
+def test_heads_and_options(emulation, device, heads, topk, local, init):
+    if device == "sm_100" and heads in (2, 8):
+        pytest.skip("1 and 64 heads show the same there")
     tensors, lengths = make([30, 9], [2600, 1100], heads, seed=heads)
     check(tensors, lengths, topk=topk, local=local, init=init)
 
@@ -110,6 +126,26 @@ def test_ids_with_gaps(emulation):
     assert torch.equal(out[:, :, 1:9:2], want) and (out[:, :, ::2] == -77).all()
 
 
+@each_dtype
+@pytest.mark.parametrize("topk", [16, 32])
+def test_tiles_whole_and_cut(emulation, device, dtypes, topk):
+    """A CTA with tile after tile, and tiles cut between CTAs; ids side by side and with gaps; more requests than lanes."""
+    if device == "sm_90":
+        pytest.skip("its blocks are reached by the tests below")
+    blocks = topk + 5
+    q_lens = [33, 3, 2] + [0] * 34 + [40]
+    kv_lens = [128 * blocks, 140, 900] + [0] * 34 + [128 * blocks + 90]
+    tensors, lengths = make(q_lens, kv_lens, 8, dtypes, seed=topk, pad_rows=2)
+    call, (query, keys, table) = ops.BUILT["select_blocks", "aot"], tensors
+    for gaps, local in ((1, 1), (2, 0)):
+        want = select(tensors, lengths, STORED, topk=topk, local=local)
+        for multiprocessors in (2, 0):
+            with emulation.device(device, multiprocessors):
+                out = torch.full((*query.shape[:2], topk * gaps), -77, dtype=torch.int32)[..., ::gaps]
+                call(out, None, query, keys, table, *lengths.values(), local, 0, FUSED)
+                assert torch.equal(out, want)
+
+
 def test_wrong_numbers_stay_inside(emulation):
     wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
     for seed in range(4):
@@ -122,7 +158,40 @@ def test_wrong_numbers_stay_inside(emulation):
             select((query, keys, table), lengths, way, topk=4)
 
 
-def test_every_program_was_executed(emulation):
+def check_strided(tensors, lengths, topk, local, init):
+    """The selection as `check` has it, into slots that lie apart: written in words, not by fours."""
+    _, ids = check(tensors, lengths, topk=topk, local=local, init=init)
+    query, keys, table = tensors
+    out = torch.full((*query.shape[:2], 2 * topk + 1), -77, dtype=torch.int32)
+    call = ops.BUILT["select_blocks", "aot"]
+    call(out[:, :, 1::2], None, query, keys, table, *lengths.values(), local, init, FUSED)
+    assert torch.equal(out[:, :, 1::2], ids) and (out[:, :, ::2] == -77).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("topk, local, init", [(16, 8, 7), (32, 16, 15)])
+def test_tiles_of_one_cta(emulation, dtypes, topk, local, init):
+    """Nearly all blocks are forced: so few units a tile that one CTA has them all and writes the ids. 40 requests are
+    more than a round of the search looks at."""
+    kv_len = 128 * (topk + 1) - 50
+    tensors, lengths = make([0] * 36 + [3, 1, 0, 2], [0] * 36 + [kv_len, kv_len, 0, kv_len + 128], 1, dtypes)
+    check_strided(tensors, lengths, topk, local, init)
+
+
+@pytest.mark.parametrize("topk", [16, 32])
+def test_tiles_of_several_ctas(emulation, topk):
+    """Ids of every slot, written by the fold."""
+    check_strided(*make([2], [128 * (topk + 9)], 1), topk, 1, 0)
+
+
+@each_dtype
+@pytest.mark.parametrize("topk", [3, 17])
+def test_masked_blocks(emulation, dtypes, topk):
+    """Without forced blocks a row's own is scored too, and a tile's rows lie in several."""
+    tensors, lengths = make([140], [128 * (topk + 3) + 9], 1, dtypes, page=64, seed=topk)
+    check(tensors, lengths, topk=topk, local=0)
+
+
+def test_every_block_was_executed(emulation, device):
     """The last test of this file."""
-    facts = emulation.driver.manifests
-    assert len([e for e in emulation.driver.programs if facts[e]["kernel"] == "prefill_score"]) == 17
+    emulation.check_coverage("prefill_score", AT_LEAST_1, arch=f"{device}a")

@@ -8,7 +8,7 @@ import pytest
 from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
 check = LaunchChecks(__file__)
-MULTIPROCESSORS = 132  # of the recorded device
+MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}  # of the recorded device
 PLACES = 3
 EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
 STAGES = ("invert_count", "invert_scan", "invert_scatter")
@@ -46,7 +46,10 @@ def packs_every_parameter(driver):
 
     short = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
     pairs = [(q, kv) for q in ("bfloat16", "float16") for kv in (q, "float8_e4m3fn", "float8_e5m2")]
-    for (q, kv), (group, page) in [(pair, shape) for pair in pairs for shape in ((16, 128), (8, 64), (3, 128))]:
+    shapes = [(pair, shape) for pair in pairs for shape in ((16, 128), (8, 64), (3, 128))]
+    for capability, ((q, kv), (group, page)) in [(c, shape) for c in MULTIPROCESSORS for shape in shapes]:
+        driver.set_capability(capability)
+        multiprocessors, arch = MULTIPROCESSORS[capability], f"sm{capability}a"
         qt, kt = getattr(torch, q), getattr(torch, kv)
         size, rows, heads, tokens = kt.itemsize, 16 if group > 8 else 8, 2, 300
         wide = torch.zeros(tokens, heads * group + 2, 160, dtype=qt)
@@ -69,7 +72,7 @@ def packs_every_parameter(driver):
         strides = [s * 4 for s in ids.stride()] + [table.stride(0) * 4]
         shape = [tokens, 2, heads, 7, 6, 9, page_bits, 6 * page, blocks, causal]
 
-        assert [x.entry for x in (count, scan, scatter)] == [entry(name) for name in STAGES]
+        assert [x.entry for x in (count, scan, scatter)] == [entry(name, arch) for name in STAGES]
         assert count.grid == scatter.grid == (units, heads, 1) and scan.grid == (segments, heads, 1)
         counts, state = count.params[5:7]
         assert count.params[:5] == [*where, formulation.data_ptr()] and count.params[7:] == strides + shape
@@ -81,8 +84,8 @@ def packs_every_parameter(driver):
         assert scatter.params[:8] == [*where, state, counts, bins, row_tiles]
         assert scatter.params[11:] == [*strides, *shape, 11, heads, tile_bits, segments, tiles]
 
-        assert forward.entry == entry(f"prefill_{short[q]}_{short[kv]}_r{rows}")
-        assert forward.grid == (MULTIPROCESSORS, 1, 1) and forward.block == (512, 1, 1)
+        assert forward.entry == entry(f"prefill_{short[q]}_{short[kv]}_r{rows}", arch)
+        assert forward.grid == (multiprocessors, 1, 1) and forward.block == (512, 1, 1)
         assert forward.shared_bytes == driver.manifests[forward.entry]["dynamic_smem"] <= 227 * 1024
         q_map, *kv_maps = forward.params[:3]
         assert (q_map.base, q_map.extents, q_map.box) == (query.data_ptr(), (128, heads * group, tokens), (64, rows, 1))
@@ -98,8 +101,8 @@ def packs_every_parameter(driver):
         assert forward.params[17:25] == [heads, group, 7, page_bits, tiles, 0, 0, 0.25]
         assert forward.params[-3] == 0, "nothing to combine beside the first chunk"
 
-        assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}")
-        assert combine.grid == (min(tokens * heads, 6 * MULTIPROCESSORS), 1, 1)
+        assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}", arch)
+        assert combine.grid == (min(tokens * heads, 6 * multiprocessors), 1, 1)
         assert combine.params[:6] == [partials, sums, state, out.data_ptr(), lse.data_ptr(), v_scale.data_ptr()]
         lse_strides = [s * 4 for s in lse.stride()]
         assert forward.params[-1] == 1
@@ -116,6 +119,23 @@ def packs_every_parameter(driver):
         places = sorted(parts.items())
         assert all(a + size <= b for (a, size), (b, _) in zip(places, places[1:]))
         assert all(a % 256 == places[0][0] % 256 for a, _ in places)
+
+
+@check
+def small_tensors_lose_a_mark_on_blackwell(driver):
+    """Of the driver in their tensor maps (launch/tensor_map.cpp)."""
+    import torch
+
+    for capability in MULTIPROCESSORS:
+        driver.set_capability(capability)
+        for pages in (1, 3, 4, 5):  # of 32 KiB a head and page
+            arguments = problem(heads=(16, 1), tokens=1, pages=pages)
+            arguments[4] = torch.zeros(pages, 1, 128, 256, dtype=torch.bfloat16)[..., 128:]
+            q_map, k_map, v_map = launches(driver, *arguments)[3].params[:3]
+            marks = [x.marks == 2**64 - 1 for x in (q_map, k_map, v_map)]
+            small = [True, pages < 4, pages < 3]
+            assert marks == [capability == 90 or not x for x in small], (capability, pages)
+            assert all(x.marks | 1 << 21 == 2**64 - 1 for x in (q_map, k_map, v_map))
 
 
 @check
@@ -208,7 +228,11 @@ def refuses(driver):
 
 @needs_variant
 def test_parameters():
-    check.run("packs_every_parameter", "absent_outputs_scales_and_formulation_are_null")
+    check.run(
+        "packs_every_parameter",
+        "small_tensors_lose_a_mark_on_blackwell",
+        "absent_outputs_scales_and_formulation_are_null",
+    )
 
 
 @needs_variant

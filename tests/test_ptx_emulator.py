@@ -245,7 +245,7 @@ def test_writes_go_to_outputs_only():
     [
         ("frobnicate.b32 %r1, %r2;", "PTX line 7: frobnicate.b32 %r1, %r2: not implemented"),
         ("add.sat.s32 %r1, %r2, %r3;", "modifier .sat"),
-        ("tcgen05.cp.cta_group::1.128x256b [%r1], %rd1;", "not implemented"),
+        ("tcgen05.shift.cta_group::1.down [%r1];", "not implemented"),
         ("ld.global.b32 %r1, [%rd1", "unfinished|not implemented"),
         ("bra NOWHERE;", "no such label"),
     ],

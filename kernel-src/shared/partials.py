@@ -31,7 +31,9 @@ class Partials:
     ring_bytes = SLOTS * THREADS * 16
     weights_bytes = 2 * 16 * SLOTS * 4
 
-    def __init__(self, dtype, rows):
+    def __init__(self, dtype, rows, fma2=None):
+        """`fma2`: multiplies and adds pairs in one instruction, where there is one; the bits are the same."""
+        self.fma2 = fma2
         self.rows, self.units = rows, rows // 8
         self.unpack = ptx.unpack_bf16 if dtype == "bf16" else ptx.unpack_fp16
         self.pack = ptx.pack_bf16 if dtype == "bf16" else ptx.pack_fp16
@@ -80,7 +82,11 @@ class Partials:
         for i in range(BATCH):
             words = smem.load_i32x4(place + (first + i) * (THREADS * 16))
             for k, word in enumerate(words):
-                for c, x in enumerate(self.unpack(word)):
+                pair = self.unpack(word)
+                if self.fma2 is not None:
+                    acc[2 * k], acc[2 * k + 1] = self.fma2(pair, [factors[i]] * 2, [acc[2 * k], acc[2 * k + 1]])
+                    continue
+                for c, x in enumerate(pair):
                     acc[2 * k + c] = ptx.fma(x, factors[i], acc[2 * k + c])
 
     def over_slots(self, x, combine):

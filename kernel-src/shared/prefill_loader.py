@@ -32,6 +32,8 @@ def step_of(number):
 
 
 class TileLoader:
+    wideners = WIDENERS  # threads
+
     def __init__(self, q_dtype, kv_dtype, rows, ring_bytes, weights_bytes):
         """`ring_bytes`, `weights_bytes`: shared memory of the combining warps."""
         self.dtype, self.kv_dtype, self.rows = q_dtype, kv_dtype, rows
@@ -272,7 +274,7 @@ class TileLoader:
     @cute.jit
     def widen_block(self, source: Int32, target: Int32, thread: Int32, seen: Int32):
         """128 x 128 bytes to 16-bit elements, both in the 128-byte swizzle; rows past `seen` become zeros."""
-        for at in cutlass.range(thread, 1024, WIDENERS, unroll=1):
+        for at in cutlass.range(thread, 1024, self.wideners, unroll=1):
             row, chunk = at >> 3, at & 7
             turn = row & 7
             words = smem.load_i32x4(source + row * 128 + ((chunk ^ turn) << 4))

@@ -1,16 +1,23 @@
 """Emulator against GPU: the same calls of the shipped programs, compared bit for bit.
 
-    python tests/ptx_emulator/agreement.py record FILE --variant build/torch-stable-abi...    (no GPU needed)
-    python tests/ptx_emulator/agreement.py compare FILE --variant build/torch-stable-abi...   (on a GPU)
+    python tests/ptx_emulator/agreement.py both --variant build/torch-stable-abi...           (on a GPU)
 
-`record` runs the calls in the emulator and writes arguments and results; `compare` repeats them on the GPU and prints,
-for each kind of call and output, how many elements differ and by how many ulps at most. It fails if integers or stored
-bytes differ, or floats by more than a program may owe to approximate instructions and to the order of sums inside a
-tensor core instruction (float.cpp, mma.cpp).
+or in two parts, because the emulator needs no GPU and the GPU's machine no compiler:
+
+    python tests/ptx_emulator/agreement.py record --file FILE --variant build/torch-stable-abi...
+    python tests/ptx_emulator/agreement.py compare --file FILE --variant build/torch-stable-abi...
+
+`record` runs the calls of agreement_calls.py in the emulator and writes arguments, results and the programs launched;
+it fails unless every SM90 program was. `--device sm_100` takes the programs of that card instead, and only says which
+were not. `compare` repeats the calls on the GPU and prints, for each kind of call and output
+and for each program, how many elements differ and by how many ulps at most. It fails if anything differs in a bit where
+the arithmetic is exact, or by more than stated here where it isn't.
 """
 
 import argparse
 import importlib.util
+import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +25,13 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).resolve().parents[1]
-# In units of the last place of the output's dtype, relative to the largest of a row.
-ALLOWED_ULPS = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 64}
+# By the kind of data (agreement_calls.py): most ulps of the output's dtype, at the largest of its row; none where it is
+# exact. Not exact are ex2, lg2 and rcp (float.cpp), and the order and width of sums in a matrix instruction (mma.cpp).
+ALLOWED_ULPS = {
+    "dyadic": {torch.bfloat16: 1, torch.float16: 1, torch.float32: 4},
+    "normal": {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16},
+}
+FP8_QUERIES = {torch.float32: 2**13}  # the fp8 MMA adds with fewer bits than float32 has
 
 
 def load_package(variant):
@@ -31,44 +43,8 @@ def load_package(variant):
     return package
 
 
-def calls(package):
-    """(name, operator, arguments): small problems that reach every program of the decode step."""
-    import cases
-
-    bf16, fp16, e4m3, e5m2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
-    for q, kv in [(bf16, bf16), (fp16, fp16), (bf16, e4m3), (fp16, e4m3), (bf16, e5m2), (fp16, e5m2)]:
-        for splits in (1, 2, 4, 16):
-            case = cases.make([1, 3], [900, 300], heads=(16, 1), dtype=q, kv_dtype=kv, scales="head", seed=splits)
-            (query, k_cache, v_cache, ids, table), options = case.sparse()
-            out, lse = cases.nan_like(query.shape, q), cases.nan_like(query.shape[:2], torch.float32)
-            lengths = (options["cu_seqlens_q"], options["seqused_k"])
-            scales = (options["k_scale"], options["v_scale"], splits)
-            name = f"sparse_attention {str(q)[6:]}+{str(kv)[6:]} s{splits}"
-            tensors = [out, lse, query, k_cache, v_cache, ids, table, *lengths]
-            yield name, "sparse_attention", [*tensors, 128**-0.5, True, *scales]
-    for q, kv in [(bf16, bf16), (fp16, fp16), (bf16, e4m3), (fp16, e4m3)]:
-        for q_lens in ([1, 2], [3, 4], [9, 8]):
-            for kind in ("normal", "int"):  # products of small integers are exact whatever the order of a sum
-                case = cases.make(q_lens, [1500, 300], heads=(4, 4), dtype=q, kv_dtype=kv, kind=kind, seed=3)
-                (query, keys, table), lengths = case.index()
-                blocks = -(-table.shape[1] * keys.shape[1] // 128)
-                out = torch.full((query.shape[0], 4, 16), 7, dtype=torch.int32)
-                scores = torch.full((query.shape[0], 4, blocks), torch.nan)
-                arguments = [out, scores, query, keys, table, *lengths.values(), 1, 0]
-                yield f"select_blocks {str(q)[6:]}+{str(kv)[6:]} {kind}", "select_blocks", arguments
-    for source, kept in [(bf16, bf16)] + [(x, y) for x in (bf16, fp16, torch.float32) for y in (e4m3, e5m2)]:
-        generator = torch.Generator().manual_seed(1)
-        k, v = ((torch.randn(37, 2, 128, generator=generator) * 40).to(source) for _ in range(2))
-        caches = [torch.zeros(3, 2, 64, 128).to(kept) for _ in range(2)]
-        slots = torch.randperm(192, generator=generator)[:37]
-        scales = (torch.rand(2, generator=generator) + 0.1, torch.rand(1, generator=generator) + 0.1)
-        scales = scales if source != kept else (None, None)
-        yield f"store_kv {str(source)[6:]}>{str(kept)[6:]}", "store_kv", [k, v, None, *caches, None, slots, *scales]
-    for source, kept in [(torch.float32, t) for t in (torch.float32, bf16, fp16)] + [(bf16, bf16), (fp16, fp16)]:
-        outs = torch.randn(5, 7, 3, 128, generator=torch.Generator().manual_seed(2)).to(source)
-        lses = torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(3)) * 8
-        results = [torch.zeros(7, 3, 128, dtype=kept), torch.zeros(7, 3)]
-        yield f"merge_states {str(source)[6:]}>{str(kept)[6:]}", "merge_states", [*results, outs, lses]
+def operator(package, name):
+    return getattr(getattr(package.ops, "ops", package.ops), f"aot_{name}").default
 
 
 def written(function):
@@ -76,23 +52,31 @@ def written(function):
     return [i for i, a in enumerate(function._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
-def record(path, variant):
+def record(path, variant, device="sm_90"):
     sys.path.insert(0, str(TESTS))
     from ptx_emulator.session import Emulation
 
     with tempfile.TemporaryDirectory() as folder:
-        emulation = Emulation(folder, TESTS.parent / "build" / "kernels")
-        package = load_package(variant)
-        where = {op: written(function) for (op, backend), function in package.ops.BUILT.items() if backend == "aot"}
-        emulation.install(package)
-        data = []
-        for name, op, arguments in calls(package):
-            before = [x.clone() if i in where[op] and x is not None else x for i, x in enumerate(arguments)]
-            package.ops.BUILT[op, "aot"](*arguments)
-            results = {i: arguments[i] for i in where[op] if arguments[i] is not None}
-            data.append((name, op, before, results))
+        kernels = TESTS.parent / "build" / "kernels"
+        emulation, package = Emulation(folder, kernels, device), load_package(variant)
+        from ptx_emulator.agreement_calls import calls
+
+        data, missing = (
+            [],
+            {f["entry"] for f in json.loads((kernels / "index.json").read_text()) if f["arch"] == f"{device}a"},
+        )
+        for name, kind, op, arguments in calls():
+            function = operator(package, op)
+            before = [x.clone() if i in written(function) and x is not None else x for i, x in enumerate(arguments)]
+            emulation.driver.programs.clear()
+            emulation.wrapped(function)(*arguments)
+            programs = [emulation.driver.manifests[entry]["program"] for entry in emulation.driver.programs]
+            missing -= emulation.driver.programs.keys()
+            results = {i: arguments[i] for i in written(function) if arguments[i] is not None}
+            data.append((name, kind, op, before, results, programs))
     torch.save(data, path)
-    print(f"{len(data)} calls recorded in {path}")
+    print(f"{len(data)} calls recorded in {path}; programs without one: {', '.join(sorted(missing)) or 'none'}")
+    return int(bool(missing) and device == "sm_90")
 
 
 def on_gpu(x):
@@ -104,10 +88,10 @@ def on_gpu(x):
 
 
 def difference(got, want):
-    """(elements that differ in bits, largest error in ulps of the row's largest value or None if not a float)."""
+    """(elements that differ in bits, largest error in ulps at the row's largest value or None if not such a float)."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     differ = int((got.contiguous().view(integer) != want.contiguous().view(integer)).sum())
-    if got.dtype not in ALLOWED_ULPS:
+    if got.dtype not in ALLOWED_ULPS["normal"]:
         return differ, None
     a, b = got.double(), want.double()
     same = (a == b) | (a.isnan() & b.isnan())
@@ -117,35 +101,88 @@ def difference(got, want):
     return differ, float(error.nan_to_num(torch.inf).max()) if error.numel() else 0.0
 
 
+def allowed(kind, dtype, fp8_queries):
+    """Most ulps, None for integers and bytes that must be the same, infinity for selections by inexact fp8 scores."""
+    if fp8_queries and kind == "normal":
+        return FP8_QUERIES.get(dtype, torch.inf)
+    return None if kind == "exact" else ALLOWED_ULPS[kind].get(dtype)
+
+
+class Table:
+    """Per key: outputs compared, their elements, those whose bits differ, the largest error and the largest allowed."""
+
+    def __init__(self, *columns):
+        self.columns, self.rows = [*columns, "outputs", "elements", "bits differ", "worst, ulps", "allowed"], {}
+
+    def add(self, key, elements, differ, *errors):
+        row = self.rows.setdefault(key, [0, 0, 0, None, None])
+        row[:3] = row[0] + 1, row[1] + elements, row[2] + differ
+        for i, error in enumerate(errors, 3):
+            row[i] = max((x for x in (row[i], error) if x is not None), default=None)
+
+    def show(self):
+        lines = [self.columns, ["---"] * len(self.columns)]
+        for key, (*counts, worst, most) in self.rows.items():
+            lines.append([*key, *map(str, counts), *("-" if x is None else f"{x:.3g}" for x in (worst, most))])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def examples(got, want, most=3):
+    """The first elements that differ: their places and both values."""
+    places = (got.float() != want.float()).nonzero()[:most]
+    return "; ".join(f"{p.tolist()}: {got[tuple(p)].item()!r} for {want[tuple(p)].item()!r}" for p in places)
+
+
 def compare(path, variant):
     package = load_package(variant)
-    rows, failed = {}, False
-    for name, op, arguments, want in torch.load(path, weights_only=True):
+    by_call, by_program, notes, failed = Table("call", "data", "output"), Table("program", "data", "output"), [], False
+    for name, kind, op, arguments, want, programs in torch.load(path, weights_only=True):
+        function = operator(package, op)
+        fp8_queries = op == "select_blocks" and arguments[2].dtype == torch.float8_e4m3fn
         arguments = [on_gpu(x) for x in arguments]
-        package.ops.BUILT[op, "aot"](*arguments)
+        function(*arguments)
         torch.cuda.synchronize()
         for i, expected in want.items():
-            got = arguments[i].cpu()
-            label = package.ops.BUILT[op, "aot"]._schema.arguments[i].name
+            got, label = arguments[i].cpu(), function._schema.arguments[i].name
             differ, ulps = difference(got, expected)
-            key = (name, label)
-            total, bad, worst = rows.get(key, (0, 0, 0.0 if ulps is not None else None))
-            rows[key] = (total + got.numel(), bad + differ, None if ulps is None else max(worst, ulps))
-            failed |= differ > 0 if ulps is None else ulps > ALLOWED_ULPS[got.dtype]
-    print("| call | output | elements | bits differ | worst, ulps of the row's largest |\n|---|---|---|---|---|")
-    for (name, label), (total, bad, worst) in rows.items():
-        print(f"| {name} | {label} | {total} | {bad} | {'-' if worst is None else f'{worst:.2f}'} |")
-    print("AGREES" if not failed else "DISAGREES")
+            limit = allowed(kind, got.dtype, fp8_queries)
+            by_call.add((name, kind, label), got.numel(), differ, ulps, limit)
+            for program in programs:
+                by_program.add((program, kind, str(got.dtype)[6:]), got.numel(), differ, ulps, limit)
+            wrong = differ > 0 if limit is None else ulps is not None and ulps > limit
+            failed |= wrong
+            if wrong or (differ and kind != "normal"):
+                word = "DISAGREES" if wrong else "differs"
+                notes.append(f"{word}: {name}, {kind}, {label}: {differ} of {got.numel()}, {examples(got, expected)}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print(by_call.show(), by_program.show(), "\n".join(notes), sep="\n\n")
+    print("\nDISAGREES" if failed else "\nAGREES")
     return int(failed)
+
+
+def both(variant, device):
+    """`record` in a process of its own: the emulator is that process's CUDA driver."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "calls.pt"
+        command = [sys.executable, __file__, "record", "--file", file, "--variant", variant, "--device", device]
+        subprocess.run(command, check=True)
+        return compare(file, variant)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["record", "compare"])
-    parser.add_argument("file")
+    parser.add_argument("what", choices=["record", "compare", "both"])
+    parser.add_argument("--file", help="what `record` writes and `compare` reads")
     parser.add_argument("--variant", required=True, help="folder of the built CUDA variant")
+    parser.add_argument("--device", default="sm_90", help="the card whose programs are recorded")
     options = parser.parse_args()
-    return record(options.file, options.variant) if options.what == "record" else compare(options.file, options.variant)
+    if options.what == "both":
+        return both(options.variant, options.device)
+    if options.file is None:
+        parser.error(f"{options.what} needs --file")
+    if options.what == "record":
+        return record(options.file, options.variant, options.device)
+    return compare(options.file, options.variant)
 
 
 if __name__ == "__main__":

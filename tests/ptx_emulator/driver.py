@@ -17,17 +17,16 @@ from . import launch as emulator
 
 
 class EmulatingDriver(RecordingDriver):
-    """`policy` and `architecture` may be changed between launches. The launcher picks the image of the capability that
-    the device claims once a process; `architecture` ("sm100a") runs the same program as compiled for another one.
-    """
+    """`policy` and the capability that the device claims (`set_capability`) may be changed between launches."""
 
     def __init__(self, folder, kernels, policy="eager"):
         self.kernels = Path(kernels)
         index = json.loads((self.kernels / "index.json").read_text())
         super().__init__(folder, {facts["entry"]: facts for facts in index})
-        self.policy, self.architecture = policy, None
+        self.policy = policy
         self.memory, self.results, self.error = [], [], None
         self.programs = {}  # entry -> Program, of everything launched
+        self.most_ctas = {}  # entry -> CTAs of a launch, of programs that take any number: few have many tiles each
         self.edit = None  # changes the PTX before it is encoded, for tests of broken programs
 
     @contextlib.contextmanager
@@ -42,9 +41,6 @@ class EmulatingDriver(RecordingDriver):
             self.memory = before
 
     def program(self, entry):
-        if self.architecture:
-            arch = entry.rsplit("_", 2)[1]
-            entry = entry.replace(f"_{arch}_", f"_{self.architecture}_")
         text = (self.kernels / f"{self.manifests[entry]['name']}.ptx").read_text()
         if self.edit is not None:
             text = self.edit(text)
@@ -63,7 +59,7 @@ class EmulatingDriver(RecordingDriver):
                 emulator.launch(
                     program,
                     None,
-                    tuple(grid[:3]),
+                    (min(grid[0], self.most_ctas.get(program.entry.name, grid[0])), grid[1], grid[2]),
                     tuple(block[:3]),
                     shared_bytes,
                     emulator.pack(program, values),

@@ -7,6 +7,16 @@ from .parser import Unsupported
 
 # The order is that of Element in small_float.h.
 ELEMENTS = ("f16", "bf16", "e4m3", "e5m2", "tf32")
+# Shapes of tcgen05.ld and st, in the order of Shape in tensor_memory.cpp: registers of a thread in .x1.
+SHAPES = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
+CP_SHAPES = {
+    (128, 256, None),
+    (128, 128, None),
+    (64, 128, "warpx2::01_23"),
+    (64, 128, "warpx2::02_13"),
+    (32, 128, "warpx4"),
+}
+CP_COPIES = {None: 0, "warpx2::01_23": 1, "warpx4": 2, "warpx2::02_13": 3}  # tensor_memory.cpp
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "tf32": 4}
 
 
@@ -91,30 +101,51 @@ def tcgen05(p, m, args):
         return p.emit("tcgen05.commit", p.address(args[0]) + [p.source(args[1], 16) if multicast else -1])
     if what in ("ld", "st"):
         return tensor_memory(p, m, args, what)
+    if what == "cp":
+        return tensor_copy(p, m, args)
     if what == "mma":
         return tcgen05_mma(p, m, args)
     raise Unsupported("tcgen05 operation")
 
 
 def tensor_memory(p, m, args, what):
-    """tcgen05.ld, ld.red and st of shape 32x32b."""
+    """tcgen05.ld, ld.red and st."""
     kind = m.type()
     reduced = m.has("red")
-    count = int(next(r for r in m.rest if re.fullmatch(r"x\d+", r))[1:])
-    m.take(f"x{count}"), m.take("32x32b")
+    shape = m.take(*SHAPES)
+    repeats = next(r for r in m.rest if re.fullmatch(r"x\d+", r))
+    m.take(repeats)
+    halves = m.has("pack::16b" if what == "ld" else "unpack::16b")
     flags = m.flags({"max": 1, "abs": 2, "NaN": 4}) if reduced else 0
     if reduced:
         m.take("min")
     m.done()
     if kind not in ("b32", "f32"):
         raise Unsupported("type")
+    args = list(args)
+    split = int(args.pop(-1 if what == "ld" else 1), 0) if shape == "16x32bx2" else 0
     where, names = (args[-1], args[0]) if what == "ld" else (args[0], args[1])
     rows = [p.destination(x, 32) if what == "ld" else p.source(x, 32) for x in parts(names)]
+    count = int(repeats[1:]) * SHAPES[shape]
     if len(rows) != count:
         raise Unsupported("number of registers")
-    if reduced:
-        return p.emit("tcgen05.ld.red", p.address(where) + [p.destination(args[1], 32)] + rows, count | flags << 16)
-    p.emit(f"tcgen05.{what}", p.address(where) + rows, count)
+    imm = count | list(SHAPES).index(shape) << 16 | halves << 20 | flags << 24 | split << 32
+    if not reduced:
+        return p.emit(f"tcgen05.{what}", p.address(where) + rows, imm)
+    if shape != "32x32b" or halves:
+        raise Unsupported("shape")
+    p.emit("tcgen05.ld.red", p.address(where) + [p.destination(args[1], 32)] + rows, imm)
+
+
+def tensor_copy(p, m, args):
+    """tcgen05.cp without decompression. 4x256b, which renews four lanes, isn't implemented: no source says which."""
+    shape = m.rest.pop(0)
+    copies = m.take("warpx4", "warpx2::01_23", "warpx2::02_13")
+    m.done()
+    rows, bits = map(int, shape[:-1].split("x"))
+    if (rows, bits, copies) not in CP_SHAPES:
+        raise Unsupported("shape")
+    p.emit("tcgen05.cp", p.address(args[0]) + [p.source(args[1], 64)], rows | bits // 8 << 16 | CP_COPIES[copies] << 24)
 
 
 def tcgen05_mma(p, m, args):

@@ -137,7 +137,8 @@ class Program:
         blocks, labels = basic_blocks(entry.body)
         self.lines = [block[0].line for block in blocks]
         self.blocks, self.labels = blocks, labels
-        meets = post_dominators(successors(blocks, labels))
+        self.successors = successors(blocks, labels)
+        meets = post_dominators(self.successors)
         starts = []
         for i, block in enumerate(blocks):
             starts.append(len(self.code))

@@ -10,14 +10,16 @@ import sys
 
 import torch
 
+from . import coverage
 from .driver import EmulatingDriver
 
 
 class Emulation:
-    """The driver, and the record of what ran."""
+    """The driver, and the record of what ran. The CPU passes for a device of `architecture` ("sm_90")."""
 
-    def __init__(self, folder, kernels):
+    def __init__(self, folder, kernels, architecture="sm_90"):
         self.driver = EmulatingDriver(folder, kernels)
+        self.become(architecture)
         self.calling = False
         self.reports = []
         self.library = torch.library.Library("aten", "IMPL")
@@ -33,11 +35,28 @@ class Emulation:
             self.driver.memory.append((made.data_ptr(), made.numel() * made.element_size(), True))
         return made
 
+    def become(self, architecture):
+        self.architecture = architecture
+        self.driver.set_capability(int(architecture[len("sm_") :]))
+
+    @contextlib.contextmanager
+    def device(self, architecture, multiprocessors=0):
+        """Pass for another device: the launcher picks its images, the package its rows of the capability table. With few
+        multiprocessors a persistent CTA gets much to do in a small problem."""
+        before = self.architecture
+        self.become(architecture)
+        self.driver.set_multiprocessors(multiprocessors)
+        try:
+            yield self
+        finally:
+            self.become(before)
+            self.driver.set_multiprocessors(0)
+
     def install(self, package):
-        """Make the package's `aot` operators run here; the CPU passes for an sm_90 device."""
+        """Make the package's `aot` operators run here."""
         for name, module in list(sys.modules.items()):
             if name.startswith(package.__name__) and hasattr(module, "architecture"):
-                module.architecture = lambda device: "sm_90"
+                module.architecture = lambda device: self.architecture
         for key, function in list(package.ops.BUILT.items()):
             if key[1] == "aot":
                 package.ops.BUILT[key] = self.wrapped(function)
@@ -57,7 +76,7 @@ class Emulation:
             self.calling = True
             try:
                 with driver.tensors(*inputs, outputs=outputs):
-                    function(*args, **options)
+                    return function(*args, **options)
             except RuntimeError:
                 driver.raise_error()
                 raise
@@ -82,16 +101,18 @@ class Emulation:
 
         Not counted: the jump back to an mbarrier wait, which is taken only if the wait gives up.
         """
-        missing = {}
-        for entry, program in self.driver.programs.items():
-            if self.driver.manifests[entry]["kernel"] != kernel:
-                continue
-            hits = program.core.hits()
-            lines = [
-                (program.lines[b], program.blocks[b][0].text)
-                for b in range(len(hits))
-                if hits[b] == 0 and not program.retries_a_wait(b)
-            ]
-            if lines:
-                missing[entry] = lines
-        return missing
+        entries = [e for e in self.driver.programs if self.driver.manifests[e]["kernel"] == kernel]
+        found = {entry: coverage.missing(self.driver.programs[entry])[0] for entry in entries}
+        return {entry: blocks for entry, blocks in found.items() if blocks}
+
+    def check_coverage(self, kernel, positive=(), reasons=(), arch="sm_90a"):
+        """Every program of a kernel was launched, and every block of it ran that can (coverage.missing)."""
+        facts = self.driver.manifests
+        entries = [e for e in facts if facts[e]["kernel"] == kernel and facts[e]["arch"] == arch]
+        idle = set(entries) - self.driver.programs.keys()
+        assert entries and not idle, f"not launched: {sorted(idle)}"
+        found = {entry: coverage.missing(self.driver.programs[entry], positive, reasons) for entry in entries}
+        left = {entry: blocks for entry, (blocks, _) in found.items() if blocks}
+        assert not left, left
+        programs = {e: (len(self.driver.programs[e].blocks), why) for e, (_, why) in found.items()}
+        coverage.record(f"{kernel}-{arch}", programs)

@@ -22,7 +22,7 @@ def pack(kind, base, extents, strides, box, swizzle=0):
         return list(values) + [0] * (count - len(values))
 
     numbers = [*padded(extents, 5), *padded(box, 5), TYPES.index(kind), len(extents), SWIZZLES.index(swizzle), 0]
-    return struct.pack("<5Q14I", base, *padded(strides, 4), *numbers).ljust(128, b"\0")
+    return struct.pack("<6Q14I", base, 0, *padded(strides, 4), *numbers).ljust(128, b"\0")
 
 
 def encode(tensor, box, swizzle=0, dims=None):

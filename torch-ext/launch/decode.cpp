@@ -80,9 +80,9 @@ launch::TensorMap map_of(const Tensor& cache) {
   const I64 pages = cache.size(0), heads = cache.size(1), page = cache.size(2);
   const I64 by_page = cache.stride(0) * size, by_head = cache.stride(1) * size, by_token = cache.stride(2) * size;
   if (size == 1)
-    return launch::tensor_map(cache.data_ptr(), 1, {128, page, heads, pages}, {by_token, by_head, by_page},
+    return launch::tensor_map(cache, cache.data_ptr(), 1, {128, page, heads, pages}, {by_token, by_head, by_page},
                               {128, 32, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
-  return launch::tensor_map(cache.data_ptr(), 2, {64, page, 2, heads, pages}, {by_token, 128, by_head, by_page},
+  return launch::tensor_map(cache, cache.data_ptr(), 2, {64, page, 2, heads, pages}, {by_token, 128, by_head, by_page},
                             {64, 32, 2, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 

@@ -29,17 +29,19 @@ std::mutex load_mutex;
 
 int ordinal(int device) { return device < 0 ? 0 : device; }
 
-int capability(int device) {
-  static std::atomic<int> cache[kMaxDevices];
+int attribute(CUdevice_attribute what, int device) {
+  int value = 0;
+  check(driver().DeviceGetAttribute(&value, what, ordinal(device)), "cuDeviceGetAttribute");
+  return value;
+}
+
+// A device's facts are asked for once a process. A driver of host memory (device -1) may pretend another device at each
+// launch.
+template <class Query>
+int cached(std::atomic<int>* cache, int device, Query query) {
+  if (device < 0) return query();
   int value = cache[device].load(std::memory_order_relaxed);
-  if (value == 0) {
-    int major = 0, minor = 0;
-    const Driver& d = driver();
-    check(d.DeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "cuDeviceGetAttribute");
-    check(d.DeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), "cuDeviceGetAttribute");
-    value = 10 * major + minor;
-    cache[device].store(value, std::memory_order_relaxed);
-  }
+  if (value == 0) cache[device].store(value = query(), std::memory_order_relaxed);
   return value;
 }
 
@@ -119,7 +121,7 @@ const Image& pick(const Image* program, std::size_t count, int device) {
   if (device < 0 && !driver().host_memory)
     throw std::runtime_error("m3_sparse: backend 'aot' expects CUDA tensors, got CPU tensors");
   if (device >= kMaxDevices) throw std::runtime_error("m3_sparse: device index " + std::to_string(device) + " > 63");
-  const int wanted = capability(ordinal(device));
+  const int wanted = compute_capability(device);
   std::string available;
   for (std::size_t i = 0; i < count; ++i) {
     if (program[i].capability == wanted) return program[i];
@@ -130,24 +132,25 @@ const Image& pick(const Image* program, std::size_t count, int device) {
                            "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10));
 }
 
-int compute_capability(int device) { return capability(ordinal(device)); }
 bool available(const Image* program, std::size_t count, int device) {
   if ((device < 0 && !driver().host_memory) || device >= kMaxDevices) return false;
-  const int wanted = capability(ordinal(device));
+  const int wanted = compute_capability(device);
   for (std::size_t i = 0; i < count; ++i)
     if (program[i].capability == wanted) return true;
   return false;
 }
 
+int compute_capability(int device) {
+  static std::atomic<int> cache[kMaxDevices];
+  return cached(cache, device, [device] {
+    return 10 * attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) +
+           attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+  });
+}
+
 int multiprocessors(int device) {
   static std::atomic<int> cache[kMaxDevices];
-  const int index = ordinal(device);
-  int value = cache[index].load(std::memory_order_relaxed);
-  if (value == 0) {
-    check(driver().DeviceGetAttribute(&value, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, index), "cuDeviceGetAttribute");
-    cache[index].store(value, std::memory_order_relaxed);
-  }
-  return value;
+  return cached(cache, device, [device] { return attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device); });
 }
 
 void run(const Image& image, Grid grid, int device, void** params, Options options) {

@@ -1,8 +1,10 @@
 #include "prefill.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "cache.h"
 #include "cubins.h"
 #include "launch.h"
 #include "prefill_kv_stationary.h"
@@ -36,47 +38,61 @@ void require(const char* refusal) {
 Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
   if (a.q.size(0) * a.k_cache.size(1) == 0) return Formulation::decode;
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
-  const bool here = launch::available(cubins::prefill_union_bf16, device);
-  if (wanted != Formulation::automatic && wanted != Formulation::decode)
-    require(here ? nullptr : "the prefill kernels are compiled for compute capability 9.0 only");
+  const char* unions_refuse = launch::available(cubins::prefill_union_bf16, device)
+                                  ? union_refuses(a)
+                                  : "union tiles aren't compiled for this compute capability";
+  const char* kv_stationary_refuse = launch::available(cubins::prefill_bf16_bf16_r16, device)
+                                         ? kv_stationary_refuses(a)
+                                         : "the KV-stationary prefill isn't compiled for this compute capability";
   switch (wanted) {
+    case Formulation::union_widened:
+      require(launch::available(cubins::prefill_widen_e4m3, device) ? nullptr
+                                                                    : "only kernels of SM90 widen a cache first");
+      require(a.k_cache.element_size() == 1 && !has_slots(a.k_cache) ? nullptr
+                                                                     : "only a float8 cache of pages is widened");
+      [[fallthrough]];
     case Formulation::union_tiles:
-      require(union_refuses(a));
+      require(unions_refuse);
       return wanted;
     case Formulation::kv_stationary:
-      require(kv_stationary_refuses(a));
+      require(kv_stationary_refuse);
       return wanted;
     case Formulation::by_sequence:
-      require(union_refuses(a));
-      require(kv_stationary_refuses(a));
+      require(unions_refuse);
+      require(kv_stationary_refuse);
       return wanted;
     case Formulation::decode:
       return wanted;
     case Formulation::automatic:
       break;
   }
-  if (is_decode(a) || !here) return Formulation::decode;
-  const bool unions = union_refuses(a) == nullptr, kv_stationary = kv_stationary_refuses(a) == nullptr;
+  if (is_decode(a)) return Formulation::decode;
+  const bool unions = unions_refuse == nullptr, kv_stationary = kv_stationary_refuse == nullptr;
   if (unions && kv_stationary) return Formulation::by_sequence;
   if (unions) return Formulation::union_tiles;
   return kv_stationary ? Formulation::kv_stationary : Formulation::decode;
 }
 
 std::int64_t attention_workspace(const DecodeArguments& a, Formulation plan) {
-  const bool lists = plan == Formulation::union_tiles || plan == Formulation::by_sequence;
+  const bool lists = plan != Formulation::kv_stationary && plan != Formulation::decode;
   const bool partials = plan == Formulation::kv_stationary || plan == Formulation::by_sequence;
   if (a.q.size(0) * a.k_cache.size(1) == 0) return 0;
-  return (lists ? union_workspace_bytes(a) : 0) + (partials ? plan_kv_stationary(a).workspace_bytes : 0);
+  const bool copies = plan == Formulation::union_widened || (lists && union_widens(a));
+  // The copies are given back before the partial results are asked for.
+  return (lists ? union_workspace_bytes(a) : 0) +
+         std::max(copies ? union_copies_bytes(a) : 0, partials ? plan_kv_stationary(a).workspace_bytes : 0);
 }
 
 void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap) {
   switch (plan) {
     case Formulation::union_tiles:
-      return prefill_union(a, union_lists(a, false), false);
+      return prefill_union(a, union_lists(a, false, 0, union_widens(a)), false);
+    case Formulation::union_widened:
+      return prefill_union(a, union_lists(a, false, 0, true), false);
     case Formulation::kv_stationary:
       return prefill_kv_stationary(a, nullptr);
     case Formulation::by_sequence: {
-      const UnionLists lists = union_lists(a, true);
+      const UnionLists lists = union_lists(a, true, 0, union_widens(a));
       prefill_union(a, lists, true);
       return prefill_kv_stationary(a, lists.choice);
     }

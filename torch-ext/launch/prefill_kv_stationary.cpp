@@ -309,7 +309,7 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
   char* const base = static_cast<char*>(workspace.data_ptr());
   invert(a, s, p, w, base, formulation, device);
 
-  const Map q_map = launch::tensor_map(a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
+  const Map q_map = launch::tensor_map(a.q, a.q.data_ptr(), 2, {128, a.q.size(1), s.tokens},
                                        {a.q.stride(1) * 2, a.q.stride(0) * 2}, {64, static_cast<unsigned>(p.rows), 1});
   const Map k_map = cache_map(a.k_cache), v_map = cache_map(a.v_cache);
   const Program forward = forward_program(a.q.scalar_type(), a.k_cache.scalar_type(), p.rows);

@@ -78,7 +78,7 @@ int log2_of(std::int64_t n) {
 TensorMap query_map(const Tensor& q, std::int64_t rows) {
   const int size = element_size(q);
   const std::int64_t heads = q.size(1);
-  return launch::tensor_map(q.data_ptr(), size, {128, heads, q.size(0)}, {q.stride(1) * size, q.stride(0) * size},
+  return launch::tensor_map(q, q.data_ptr(), size, {128, heads, q.size(0)}, {q.stride(1) * size, q.stride(0) * size},
                             {128u / size, static_cast<unsigned>(heads), static_cast<unsigned>(rows / heads)});
 }
 
@@ -88,7 +88,7 @@ TensorMap key_map(const Tensor& k, const void* any) {
   const int size = element_size(k);
   const bool slots = has_slots(k);
   return launch::tensor_map(
-      k.numel() ? k.data_ptr() : any, size, {128, k.size(1), std::max<std::int64_t>(k.size(0), 1)},
+      k, k.numel() ? k.data_ptr() : any, size, {128, k.size(1), std::max<std::int64_t>(k.size(0), 1)},
       {k.stride(1) * size, k.stride(0) * size}, {128u / size, slots ? 1u : 64u, slots ? 64u : 1u});
 }
 
@@ -163,7 +163,7 @@ bool prefill_scores_fit(const Tensor& index_q, const Tensor& index_k, std::int64
   // Units, and what the last CTA's range reaches beyond them, in 32 bits.
   if ((ceil_div(tokens * heads, 128) + requests) * blocks >= (std::int64_t{1} << 31) - (1 << 20)) return false;
   if (!has_map(index_q) || !has_map(index_k)) return false;
-  return launch::compute_capability(device_of(index_q)) == 90;
+  return launch::available(cubins::prefill_score_bf16_bf16_top16, device_of(index_q));
 }
 
 Selection choose_selection(const Tensor& index_q, const Tensor& index_k, std::int64_t requests, std::int64_t blocks,

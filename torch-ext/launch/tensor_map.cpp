@@ -3,12 +3,13 @@
 #include <algorithm>
 
 #include "driver.h"
+#include "launch.h"
 
 namespace m3_sparse::launch {
 
-TensorMap tensor_map(const void* base, int element_bytes, std::initializer_list<std::int64_t> extents,
-                     std::initializer_list<std::int64_t> byte_strides, std::initializer_list<unsigned> box,
-                     CUtensorMapL2promotion promotion) {
+TensorMap tensor_map(const torch::stable::Tensor& where, const void* base, int element_bytes,
+                     std::initializer_list<std::int64_t> extents, std::initializer_list<std::int64_t> byte_strides,
+                     std::initializer_list<unsigned> box, CUtensorMapL2promotion promotion) {
   constexpr int kMaxRank = 5;
   cuuint64_t sizes[kMaxRank], strides[kMaxRank - 1];
   const cuuint32_t ones[kMaxRank] = {1, 1, 1, 1, 1};
@@ -30,6 +31,13 @@ TensorMap tensor_map(const void* base, int element_bytes, std::initializer_list<
                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled");
+  // Bit 21 of the second word must be 0 for a tensor below 128 KiB on Blackwell; drivers set it, and copies then fault
+  // now and then. CUTLASS and Triton clear it too, and CuTe-DSL's host code never sets it there.
+  constexpr cuuint64_t kSmall = 128 << 10;
+  cuuint64_t span = sizes[0] * element_bytes;
+  for (int dimension = 1; dimension < rank; ++dimension) span += (sizes[dimension] - 1) * strides[dimension - 1];
+  const int device = where.is_cpu() ? -1 : static_cast<int>(where.get_device_index());
+  if (span < kSmall && compute_capability(device) >= 100) map.opaque[1] &= ~(cuuint64_t{1} << 21);
   return map;
 }
 

@@ -198,9 +198,9 @@ def sparse_attention(
             "kv_stationary": a block at a time, with all rows that chose it. None, the default: by shape, and for long
             queries by how much the selections of neighbouring rows overlap, which is found on the device for each
             request. A row's bits depend on its own inputs and on the formulation: name one where results must not
-            change with what is around a row (explain() tells what a call takes). "union" and "kv_stationary" exist on
-            SM90; there a value of v_cache inside seqused_k must be finite, even for rows that don't see its token.
-            "union" takes 16 query heads a KV head.
+            change with what is around a row (explain() tells what a call takes). "union" takes 16 query heads a KV
+            head. With "union" and "kv_stationary" a value of v_cache inside seqused_k must be finite, even for rows that
+            don't see its token.
 
     Returns:
         out [T, Hq, 128] in q's dtype, or (out, lse); lse [T, Hq] fp32 is the natural log of the sum of exp(scaled

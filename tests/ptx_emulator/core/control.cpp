@@ -85,6 +85,7 @@ void register_all() {
   register_mma();
   register_wgmma();
   register_tcgen05();
+  register_tensor_memory();
 }
 
 }  // namespace

@@ -308,6 +308,7 @@ void register_copies();
 void register_mma();
 void register_wgmma();
 void register_tcgen05();
+void register_tensor_memory();
 
 template <class T>
 T* row(Warp& w, i32 offset) {

@@ -1,5 +1,5 @@
-// The tensor map. recording_driver.c's cuTensorMapEncodeTiled leaves its arguments in the 128 bytes: base, 4 strides in
-// bytes (64 bits each); 5 extents, 5 box sizes, type, rank, swizzle, promotion (32 bits each). The hardware's own
+// The tensor map. recording_driver.c's cuTensorMapEncodeTiled leaves its arguments in the 128 bytes: base, a word for the
+// driver's own marks, 4 strides in bytes (64 bits each); 5 extents, 5 box sizes, type, rank, swizzle, promotion (32 bits each). The hardware's own
 // layout is taken too; it has zeros where the rank stands. It was found by experiment (CuTe-DSL's host code writes it
 // inline, and an H200's encode call gives the same): words 0-1 base; word 2: bits 4-6 rank - 1, 7-10 type, 11-12
 // interleaving, 13-14 swizzle; words 3-6 strides / 16 of dimensions 1 on, word 7 their upper 4 bits each; words 8-12
@@ -22,11 +22,11 @@ struct TensorMap {
     u32 w[32];
     std::memcpy(w, bytes, sizeof w);
     base = w[0] | u64{w[1]} << 32;
-    rank = w[21];
+    rank = w[23];
     if (rank != 0) {
-      type = w[20], swizzle = w[22];
-      std::memcpy(strides, w + 2, sizeof strides);
-      for (u32 i = 0; i < 5; ++i) last[i] = w[10 + i] - 1, box[i] = w[15 + i];
+      type = w[22], swizzle = w[24];
+      std::memcpy(strides, w + 4, sizeof strides);
+      for (u32 i = 0; i < 5; ++i) last[i] = w[12 + i] - 1, box[i] = w[17 + i];
     } else {
       rank = (w[2] >> 4 & 7) + 1, type = w[2] >> 7 & 15, swizzle = w[2] >> 13 & 3;
       if (type == 10) type = 9;  // bf16

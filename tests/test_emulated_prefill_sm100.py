@@ -1,0 +1,161 @@
+"""The KV-stationary prefill on SM100 and SM103 in the PTX emulator, through the public function and the launcher, against
+float64: sm100/prefill.py with the neutral programs around it. No such chip has run it.
+
+Needs `--backend=emulated`. Problems are those of test_emulated_prefill.py. Where the device has two multiprocessors, each
+CTA of the forward walks many tiles, of runs of one and of several.
+"""
+
+import cases
+import oracle
+import pytest
+import test_emulated_prefill as prefill
+import torch
+from test_emulated_prefill import BF16, DTYPES, E4M3, FP16, attend, expected, in_chunks, same_bits
+
+DEVICES = ["sm_100", "sm_103"]
+RACED = [(BF16, BF16), (FP16, E4M3)]  # race checks take most of the time; the other programs differ in conversions
+POLICIES = ["late", "late:tma", "late+race", "random1+race", "random2+race", "random3+race"]
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+
+
+def problem(name, q, kv):
+    page, heads, layout, causal, topk, scales, q_lens, kv_lens = prefill.PROBLEMS[name]
+    case = cases.make(
+        q_lens, kv_lens, heads=heads, page=page, dtype=q, kv_dtype=kv, layout=layout, topk=topk, causal=causal,
+        scales=scales if kv.itemsize == 1 else None, pad_rows=len(name) % 2 * 3, seed=len(name),
+    )  # fmt: skip
+    return case, causal
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("name", prefill.PROBLEMS)
+def test_against_float64(emulation, name, number):
+    """Each problem in all pairs of dtypes, half of them on each device."""
+    at = list(prefill.PROBLEMS).index(name)
+    q, kv = DTYPES[number]
+    case, causal = problem(name, q, kv)
+    policy = "eager+race" if (q, kv) in RACED else f"random{at}"
+    with emulation.device(DEVICES[(number + at) % 2], 2 + at % 2), emulation.policy(policy):
+        got = attend(case, "kv_stationary", causal)
+    oracle.check_attention(*got, *expected(case, causal))
+
+
+@each_device
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtypes", RACED, ids=lambda d: str(d[1])[6:])
+def test_completion_and_schedule_change_no_bit(emulation, device, policy, dtypes):
+    q, kv = dtypes
+    case = cases.make([18, 5], [900, 77], heads=(16, 1), dtype=q, kv_dtype=kv, page=64, topk=8, seed=5)
+    with emulation.device(device, 3):
+        want = attend(case, "kv_stationary")
+        with emulation.policy(policy):
+            same_bits(attend(case, "kv_stationary"), want, policy)
+
+
+@each_dtype
+def test_runs_chunks_and_multiprocessors_change_no_bit(emulation, dtypes):
+    """A CTA with all tiles, in one chunk and in several that are combined beside the next; and a tile or none a CTA."""
+    q, kv = dtypes
+    scales = "head" if kv.itemsize == 1 else None
+    for heads, device in zip(((32, 2), (16, 2), (16, 2), (32, 2)), 2 * DEVICES):
+        case = cases.make(
+            [20, 9], [300, 140], heads=heads, dtype=q, kv_dtype=kv, topk=4, scales=scales, pad_rows=2, seed=3
+        )
+        with emulation.device(device):
+            want = attend(case, "kv_stationary")
+        oracle.check_attention(*want, *expected(case))
+        with emulation.device(device, 1), emulation.policy("random1+race" if dtypes in RACED else "late"):
+            same_bits(attend(case, "kv_stationary"), want, "one multiprocessor")
+            same_bits(in_chunks(emulation, case), want, "chunks of a head")
+
+
+@each_device
+def test_chunks_of_tokens(emulation, device):
+    case = cases.make([250, 3, 20], [255, 200, 270], heads=(2, 2), dtype=BF16, topk=3, seed=4)
+    with emulation.device(device, 3):
+        want = attend(case, "kv_stationary")
+        oracle.check_attention(*want, *expected(case))
+        same_bits(in_chunks(emulation, case), want, "chunks of 256 tokens")
+
+
+@each_device
+@pytest.mark.parametrize("heads", [(16, 1), (8, 1)], ids=["group16", "group8"])
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scale_of_any_sign(emulation, device, heads, scale):
+    for q, kv in DTYPES:
+        case = cases.make([11], [300], heads=heads, dtype=q, kv_dtype=kv, topk=4)
+        with emulation.device(device, 2):
+            got = attend(case, "kv_stationary", scale=scale)
+        oracle.check_attention(*got, *expected(case, scale=scale))
+
+
+@each_device
+@pytest.mark.parametrize("page", [64, 128])
+def test_page_numbers_outside_the_cache_contribute_nothing(emulation, device, page):
+    for (q, kv), heads in ((d, h) for d in DTYPES for h in ((16, 1), (8, 1))):
+        case = cases.make([14], [830], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=8, style="clean", seed=page)
+        bad = [1, 3, 6] if page == 128 else [0, 3, 6, 7, 13]
+        wrong = [-1, case.k_cache.shape[0], 1 << 30, -(2**31), -5][: len(bad)]
+        case.block_table[0, bad] = torch.tensor(wrong, dtype=torch.int32)
+        with emulation.device(device, 2), emulation.policy("random4"):
+            got = attend(case, "kv_stationary")
+        oracle.check_attention(*got, *expected(case))
+
+
+def test_sharp_and_flat_rows(emulation):
+    """Logits far apart, where most exponentials vanish, and all equal; both kinds of exponentials, and their sum."""
+    for device in DEVICES:
+        for q, kv in DTYPES[:2]:
+            case = cases.make([24], [500], heads=(16, 1), dtype=q, kv_dtype=kv, topk=4, style="clean", seed=1)
+            for scale in (40.0, 3.0, 1e-3):
+                with emulation.device(device, 1):
+                    got = attend(case, "kv_stationary", scale=scale)
+                oracle.check_attention(*got, *expected(case, scale=scale))
+
+
+@each_device
+@each_dtype
+def test_requests_of_another_formulation_are_left_alone(emulation, device, dtypes):
+    q, kv = dtypes
+    for heads in ((32, 2), (16, 2)):
+        case = cases.make([9, 5, 6], [300, 400, 200], heads=heads, dtype=q, kv_dtype=kv, topk=4, pad_rows=2)
+        with emulation.device(device, 2):
+            want = attend(case, "kv_stationary")
+            chosen = torch.tensor([1, 0, 1], dtype=torch.int32)
+            out, lse = in_chunks(emulation, case, 8, 1, chosen)
+        assert out[9:14].isnan().all() and lse[9:14].isnan().all()
+        for rows in (slice(0, 9), slice(14, 22)):
+            same_bits((out[rows], lse[rows]), (want[0][rows], want[1][rows]), "the others")
+
+
+def test_the_default_takes_it(emulation):
+    """More rows than decode takes."""
+    case = cases.make([70, 60], [500, 1200], heads=(64, 4), dtype=BF16, topk=2)
+    before = len(emulation.driver.results)
+    with emulation.device("sm_100"):
+        got = attend(case, None)
+    assert len(emulation.driver.results) - before == 8  # union tiles' 3, lists' 3, forward, combination
+    oracle.check_attention(*got, *expected(case))
+
+
+@each_device
+def test_wrong_numbers_stay_inside(emulation, device):
+    wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
+    for seed in range(4):
+        q, kv = DTYPES[seed]
+        page, topk = (64, 128)[seed % 2], (8, 20)[seed % 2]
+        case = cases.make([10, 10], [300, 700], heads=(16, 1), page=page, dtype=q, kv_dtype=kv, topk=topk, seed=seed)
+        pick = torch.Generator().manual_seed(seed)
+        for tensor in (case.seqused_k, case.block_table, case.ids, case.cu_seqlens_q):
+            at = torch.rand(tensor.shape, generator=pick) < 0.4
+            tensor[at] = wild[torch.randint(0, len(wild), tensor.shape, generator=pick)][at]
+        with emulation.device(device, 2):
+            attend(case, "kv_stationary", causal=seed < 3, with_lse=bool(seed & 1))
+
+
+@each_device
+def test_every_block_was_executed(emulation, device):
+    """The last test of this file."""
+    emulation.check_coverage("prefill", reasons=prefill.OUT_OF_REACH, arch=device + "a")
