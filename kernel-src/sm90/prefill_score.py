@@ -438,6 +438,7 @@ class PrefillScore(ScoreLoaders):
             for i in cutlass.range_constexpr(self.tiles):
                 warpgroup.wait_group(self.tiles - 1 - i)
                 if cutlass.const_expr(i == self.tiles - 1):
+                    cute.arch.sync_warp()  # all lanes have read the flags
                     if lane == 0:
                         hopper.mbarrier_arrive(self.empty(base, stage))
                 if cutlass.const_expr(not masked):
