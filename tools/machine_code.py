@@ -35,8 +35,8 @@ MIX = {
 MATRIX = re.compile(MIX["matrix"])
 # An integer division by a variable becomes a conversion to float and back, or a call.
 DIVISION = re.compile(r"I2F|F2I|CALL|I2FP")
-# Of a loop that does the work of a kernel: products, accumulators, exponentials.
-WORK = re.compile(rf"({MIX['matrix']}|LDTM)\S*|MUFU\.EX2\S*")
+# Of a loop that does the work of a kernel: products, or accumulators in tensor memory.
+WORK = re.compile(rf"({MIX['matrix']}|LDTM)\S*")
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(\S*)\s*(.*?)\s*;")
@@ -119,7 +119,7 @@ class MachineCode:
         return [sorted(body) for body in loops.values()]
 
     def work_loops(self) -> List[List[Instruction]]:
-        """The innermost loops in which products, accumulators or exponentials stand."""
+        """The innermost loops in which products or accumulators stand."""
         first, _ = self.blocks()
         ends = [*first[1:], len(self.instructions)]
         bodies = [
