@@ -40,7 +40,7 @@ static CUresult CtxPushCurrent(void *context) { context_device = (int)(intptr_t)
 static CUresult CtxPopCurrent(void **context) { context_device = -1; return 0; }
 static CUresult DevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(intptr_t)(device + 1); return 0; }
 static CUresult DeviceGetAttribute(int *value, int attribute, int device) {
-  /* 75 and 76: compute capability, major and minor; 16: multiprocessors, of an H200 or a B200 */
+  /* 75 and 76: compute capability, major and minor; 16: multiprocessors, by default of an H200 or a B200 */
   const int count = multiprocessors ? multiprocessors : capability < 100 ? 132 : 148;
   *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : attribute == 16 ? count : 0;
   return 0;
@@ -68,8 +68,7 @@ static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **
 
 /* What the hardware's 128 bytes stand for here: the arguments of the encoding call (recording_driver.py reads it). */
 typedef struct {
-  uint64_t base, marks; /* the second stands for bits that only the driver knows: all set */
-  uint64_t strides[4];  /* bytes, of dimensions 1.. */
+  uint64_t base, strides[4]; /* bytes, of dimensions 1.. */
   uint32_t extents[5], box[5], type, rank, swizzle, promotion;
 } TensorMap;
 _Static_assert(sizeof(TensorMap) <= 128, "a tensor map has 128 bytes");
@@ -77,7 +76,6 @@ static CUresult TensorMapEncodeTiled(void *map, int type, unsigned rank, void *b
                                      const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
                                      int interleave, int swizzle, int promotion, int fill) {
   TensorMap m = {.base = (uint64_t)base, .type = type, .rank = rank, .swizzle = swizzle, .promotion = promotion};
-  m.marks = ~(uint64_t)0;
   if (m.base % 16 || rank < 1 || rank > 5 || interleave || fill) return 1; /* CUDA_ERROR_INVALID_VALUE */
   for (unsigned i = 0; i < rank; i++) {
     m.extents[i] = (uint32_t)extents[i], m.box[i] = box[i];

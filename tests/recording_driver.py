@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMATS = {"i64": "q", "i32": "i", "f32": "f", "pointer": "Q"}
-TENSOR_MAP = "<6Q14I"  # recording_driver.c
+TENSOR_MAP = "<5Q14I"  # recording_driver.c
 Callback = ctypes.CFUNCTYPE(
     ctypes.c_int,  # CUresult of the launch
     ctypes.c_char_p,
@@ -34,14 +34,12 @@ class TensorMap:
     type: int
     swizzle: int
     promotion: int
-    marks: int  # where the driver's own bits stand; all were 1
 
     @classmethod
     def decode(cls, data):
         words = struct.unpack_from(TENSOR_MAP, data)
-        kind, rank, swizzle, promotion = words[16:]
-        shape = words[6 : 6 + rank], words[2 : 1 + rank], words[11 : 11 + rank]
-        return cls(words[0], *shape, kind, swizzle, promotion, words[1])
+        kind, rank, swizzle, promotion = words[15:]
+        return cls(words[0], words[5 : 5 + rank], words[1:rank], words[10 : 10 + rank], kind, swizzle, promotion)
 
 
 @dataclass
@@ -76,9 +74,9 @@ class RecordingDriver:
         """Of the pretended device, 10 * major + minor; the extension asks at each launch that works in host memory."""
         self.library.recording_set_capability(value)
 
-    def set_multiprocessors(self, value: int) -> None:
-        """Of the pretended device; 0: as many as an H200 or a B200 has."""
-        self.library.recording_set_multiprocessors(value)
+    def set_multiprocessors(self, count: int) -> None:
+        """Of the pretended device; 0: as many as an H200 or a B200 has, by the capability."""
+        self.library.recording_set_multiprocessors(count)
 
     @property
     def load_count(self) -> int:

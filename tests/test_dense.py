@@ -210,9 +210,32 @@ def an_empty_problem_launches_nothing(driver):
 
 
 @check
-def runs_on_hopper_only(driver):
-    driver.set_capability(100)
-    assert "compute capabilities 9.0; the device has 10.0" in error_of(operators().aot_dense_attention, *problem())
+def blackwell_takes_stages_of_128_rows(driver):
+    attend = operators().aot_dense_attention
+    for capability, arch in ((100, "sm100a"), (103, "sm103a")):
+        driver.set_capability(capability)
+        for heads, tokens, rows in (
+            ((64, 4), 8, 128), ((64, 4), 9, 256), ((12, 1), 10, 128), ((12, 1), 11, 256), ((2, 2), 128, 128), ((1, 1), 129, 256),
+        ):  # fmt: skip
+            group = heads[0] // heads[1]
+            arguments = problem(tokens=tokens, batch=1, heads=heads)
+            attend(*arguments)
+            launch = driver.launches.pop()
+            stage, tile = 128 // group, rows // 128 * (128 // group)
+            assert launch.entry == f"m3s_dense_bf16_m{rows}_{arch}_0" and launch.block == (512, 1, 1)
+            assert launch.params[0].box == (64, group, 1, stage) and launch.params[-5] == tile
+            neighbours_log2 = launch.params[-4]
+            assert launch.grid == grid(tokens, 1, tile, heads[1], neighbours_log2, 1)
+            assert launch.shared_bytes == driver.manifests[launch.entry]["dynamic_smem"] <= 227 << 10
+    assert not driver.launches
+
+
+@check
+def other_devices_are_refused(driver):
+    driver.set_capability(89)
+    assert "compute capabilities 10.0, 10.3; the device has 8.9" in error_of(
+        operators().aot_dense_attention, *problem()
+    )
     assert not driver.launches
 
 

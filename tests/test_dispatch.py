@@ -39,14 +39,13 @@ def test_explain_and_capabilities():
     }
     assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
     assert all(
-        row.status in (capability.TESTED, capability.EMULATED, capability.MISSING)
-        or "H200" in row.status
+        row.status in (capability.TESTED, capability.EMULATED, capability.MISSING) or "H200" in row.status
         for row in table
     )
 
 
 @pytest.mark.parametrize(
-    "name, reason", [("aot", "runs on sm_90; the tensors are on cpu"), ("jit", "not implemented on backend jit")]
+    "name, reason", [("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"), ("jit", "not implemented on backend jit")]
 )
 def test_forced_backend_raises_with_reasons(name, reason):
     p = Problem()
@@ -91,7 +90,7 @@ def test_shapes_outside_the_kernels():
     assert "at most 32 blocks a row, got 40" in text
     text = m3_sparse.explain("sparse_attention", q=q, k_cache=k_cache, block_indices=ids[..., :16])
     assert "at most 16 query heads a KV head, got 32 and 1 heads" in text
-    rows = {"index_q": torch.zeros(70, 4, 128), "index_k_cache": torch.zeros(2, 128, 128)}
+    rows = {"index_q": torch.zeros(70, 3, 128), "index_k_cache": torch.zeros(2, 128, 128)}
     table = torch.zeros(2, 1, dtype=torch.int32)
     assert "at most 32 rows a request" in m3_sparse.explain("block_scores", block_table=table, **rows)
     assert "topk of at most 32, got 33" in m3_sparse.explain("select_blocks", block_table=table, topk=33, **rows)

@@ -1,10 +1,12 @@
 """The neutral programs on every architecture: the launcher picks the device's image, and the results have the same bits.
 
 Needs `--backend=emulated`. The images of a neutral program are one PTX text but for the target, which the first test shows;
-so what the other files show on sm_90 (every basic block, schedules, faults) holds for all. Any of those files runs on another
-device with `--device sm_100`.
+so what the other files show on sm_90 (every basic block, schedules, faults) holds for all, and what they show of SM100's own
+programs holds for SM103. Any of those files runs on another device with `--device sm_100`.
 """
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import cases
@@ -17,6 +19,7 @@ from m3_sparse import ops
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DEVICES = ("sm_90", "sm_100", "sm_103")
+TESTED_ON_SM103 = {"prefill", "prefill_union"}
 NEUTRAL = {path.stem for path in (Path(__file__).parent.parent / "kernel-src" / "neutral").glob("*.py")}
 
 
@@ -40,6 +43,50 @@ def test_neutral_programs_are_the_same_but_for_the_name(emulation):
     for program, by_arch in found.items():
         assert set(by_arch) == {"sm_90a", "sm_100a", "sm_103a"}, program
         assert len(set(by_arch.values())) == 1, f"{program} differs between architectures"
+
+
+def instructions(text):
+    """The instructions of a program without registers, labels and copies between registers, in no order."""
+    text = re.sub(r"\$L__BB\d+_\d+", "LABEL", re.sub(r"%[a-z]+\d+", "%r", text))
+    lines = [line.strip() for line in text.splitlines()]
+    skipped = ("", "mov.b32 \t%r, %r;", "mov.b64 \t%rd, %rd;")
+    return Counter(line for line in lines if line not in skipped and not line.startswith(("//", ".reg")))
+
+
+def test_sm103_programs_are_those_of_sm100(emulation):
+    """One text, or two of the forms in which one and the same MLIR may come out (docs/aot.md). A kernel whose programs differ
+    needs emulated tests of its own; it is listed here once it has them."""
+    driver, found = emulation.driver, 0
+    kernels = {facts["program"]: facts["kernel"] for facts in driver.manifests.values()}
+    for program, by_arch in texts(driver, False).items():
+        if "sm_100a" not in by_arch or kernels[program] in TESTED_ON_SM103:
+            continue
+        found += 1
+        one, other = by_arch["sm_100a"], by_arch["sm_103a"]
+        assert one == other or instructions(one) == instructions(other), f"{program} differs"
+    assert found >= 21
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (E4M3, E4M3)], ids=str)
+def test_prefill_scores_of_sm103(emulation, dtypes):
+    """The kernel whose text varies, on both."""
+    case = cases.make([20], [2700], heads=(4, 4), dtype=dtypes[0], kv_dtype=dtypes[1])
+    (query, keys, table), lengths = case.index()
+
+    def call(topk, way, scores=None):
+        out = torch.full((*query.shape[:2], topk), -77, dtype=torch.int32)
+        select = ops.BUILT["select_blocks", "aot"]
+        select(out, scores, query, keys, table, *lengths.values(), 1, 0, way)
+        return out
+
+    found = {}
+    for device in ("sm_100", "sm_103"):
+        with emulation.device(device, 2), emulation.policy("random1"):
+            scores = cases.nan_like((*query.shape[:2], table.shape[1]), torch.float32)  # pages of 128
+            found[device] = [call(4, 3), call(17, 3), call(4, 2, scores), scores]
+    for one, other in zip(*found.values()):
+        assert torch.equal(oracle.stored_bytes(one), oracle.stored_bytes(other))
+    assert torch.equal(found["sm_100"][0], found["sm_100"][2])
 
 
 def every_device(emulation, call):

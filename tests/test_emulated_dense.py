@@ -1,4 +1,5 @@
-"""The dense attention programs in the PTX emulator, through the public functions and the launcher, against float64.
+"""The dense attention programs of SM90 and SM100 in the PTX emulator, through the public functions and the launcher, against
+float64. SM103's are SM100's (test_emulated_architectures.py).
 
 Needs `--backend=emulated`. The cases are those of the CPU tests: hostile tables and lengths, poison past every end.
 """
@@ -12,6 +13,12 @@ import m3_sparse
 from m3_sparse import ops
 
 BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True, params=["sm_90", "sm_100"])
+def device(request, emulation):
+    with emulation.device(request.param):
+        yield request.param
 
 
 def attend(case, splits=1, causal=True, scale=128**-0.5, with_lse=True):
@@ -57,11 +64,12 @@ def test_against_float64(emulation, name, dtype):
             check(case, splits, causal)
 
 
-@pytest.mark.parametrize("policy", ["late", "late:tma", "late:wgmma", "random1+race", "random2+race"])
+@pytest.mark.parametrize("policy", ["late", "late:tma", "late:mma", "random1+race", "random2+race"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("wrong_page", [False, True], ids=["interior", "masked"])  # of the loop over key blocks
 @pytest.mark.parametrize("tokens", [2, 20])
-def test_completion_and_schedule_change_no_bit(emulation, policy, dtype, tokens, wrong_page):
+def test_completion_and_schedule_change_no_bit(emulation, device, policy, dtype, tokens, wrong_page):
+    policy = policy.replace("mma", "wgmma" if device == "sm_90" else "tcgen05")
     case = cases.make([tokens, 1], [1000, 77], heads=(8, 1), dtype=dtype, page=64)
     if wrong_page:
         case.block_table[:, 0] = -1
@@ -90,13 +98,19 @@ def test_many_requests_and_pages(emulation, tokens, dtype):
     )
 
 
-def test_through_the_public_function(emulation):
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_more_pages_than_a_warp_holds(emulation, dtype):
+    check(cases.make([20], [33 * 64 + 1], heads=(8, 1), dtype=dtype, page=64))
+
+
+def test_through_the_public_function(emulation, device):
     case = cases.make([1, 25], [130, 300], heads=(32, 2), dtype=BF16)
     args, options = case.dense()
     with m3_sparse.backend("aot"):
         out, lse = cases.call_dense(m3_sparse.dense_attention, case)
     oracle.check_attention(out, lse, *oracle.dense_attention(*args, **options))
-    assert emulation.driver.results[-1].ctas == (26 + 3 * 7) // 8 * 2
+    tile = {"sm_90": 8, "sm_100": 16}[device]  # tokens
+    assert emulation.driver.results[-1].ctas == (26 + 3 * (tile - 1)) // tile * 2
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -135,6 +149,6 @@ def test_wrong_numbers_stay_inside(emulation, tokens):
         attend(case, 1 + seed % 3, with_lse=bool(seed & 1))
 
 
-def test_every_block_was_executed(emulation):
+def test_every_block_was_executed(emulation, device):
     """The last test of this file."""
-    emulation.check_coverage("dense")
+    emulation.check_coverage("dense", arch=f"{device}a")

@@ -159,13 +159,28 @@ def chooses_by_shape(driver):
 
 
 @check
-def other_architectures_keep_to_the_decode_kernel(driver):
-    driver.set_capability(100)
-    ops = operators()
-    ops.aot_select_blocks(ids(300), None, *problem(300, 1), 1, 0)
-    assert "decode_s" in driver.launches[0].entry and "sm100a" in driver.launches[0].entry
-    text = error_of(ops.aot_select_blocks, ids(300), None, *problem(300, 1, dtypes=PAIRS[4]), 1, 0)
-    assert "index_q: float8_e4m3fn is taken on compute capability 9.0 only" in text
+def blackwell_takes_the_same_arguments(driver):
+    ops, want = operators(), {}
+    for capability, arch, ctas in ((90, "sm90a", 132), (100, "sm100a", 148), (103, "sm103a", 148)):
+        driver.set_capability(capability)
+        for pair, topk in ((PAIRS[0], 16), (PAIRS[4], 32)):
+            ops.aot_select_blocks(ids(9000, topk=topk), None, *problem(9000, 1, dtypes=pair), 1, 0, FUSED)
+            score, fold = driver.launches
+            driver.launches.clear()
+            name = f"{'bf16_bf16' if pair == PAIRS[0] else 'e4m3_e4m3'}_top{topk}"
+            assert score.entry == f"m3s_prefill_score_{name}_{arch}_0" and score.grid == (ctas, 1, 1)
+            assert fold.entry == f"m3s_prefill_fold_top{topk}_{arch}_0"
+            assert score.shared_bytes == driver.manifests[score.entry]["dynamic_smem"] <= 227 << 10
+            # All but the tensor maps and addresses.
+            found = score.params[7:], fold.params[4:]
+            assert found == want.setdefault(pair, found)
+
+
+@check
+def a_device_without_these_kernels(driver):
+    driver.set_capability(89)
+    text = error_of(operators().aot_select_blocks, ids(300), None, *problem(300, 1, dtypes=PAIRS[4]), 1, 0)
+    assert "index_q: float8_e4m3fn is taken with a power of two of heads" in text
 
 
 @check

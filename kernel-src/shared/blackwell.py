@@ -103,10 +103,10 @@ def mn_major_step(step):
     return step * 2048 >> 4
 
 
-def multiply(d, a, b, kind, a_steps, b_steps, accumulate=None):
+def multiply(d, a, b, kind, a_steps, b_steps, accumulate=None, elements="f16"):
     """The tensor memory at `d` = A B, or += where `accumulate` (Int32) is not 0. A is a descriptor (Int64) or an address in
     tensor memory (Int32), B a descriptor; a_steps and b_steps say what each k step adds to them; `kind` is of
-    `instruction`."""
+    `instruction`, of 16-bit `elements` or "f8f6f4"."""
     in_tensor_memory = isinstance(a, Int32)
     width, letter = ("b32", "r") if in_tensor_memory else ("b64", "l")
     operand = "[a]" if in_tensor_memory else "a"
@@ -115,7 +115,7 @@ def multiply(d, a, b, kind, a_steps, b_steps, accumulate=None):
         if number < 2:
             lines.append(f"setp.ne.s32 more, {'$3' if number == 0 and accumulate is not None else number}, 0;")
         lines.append(f"add.s{width[1:]} a, $1, {a_step}; add.s64 b, $2, {b_step};")
-        lines.append(f"@e tcgen05.mma.cta_group::1.kind::f16 [$0], {operand}, b, i, more;")
+        lines.append(f"@e tcgen05.mma.cta_group::1.kind::{elements} [$0], {operand}, b, i, more;")
     arguments = [d, a, b] if accumulate is None else [d, a, b, accumulate]
     asm(" ".join(lines) + " }", "", f"r{letter}lr"[: len(arguments)], arguments)
 

@@ -1,7 +1,7 @@
-"""What a CTA of sm90/dense.py works on, in the forms in which flash-attention-4's consumer loop asks for it.
+"""What a CTA of the dense attention kernels works on, in the forms in which flash-attention-4's loops ask for it.
 
-FlashAttentionForwardSm90.mma takes a tile scheduler (OneTile), the key blocks to walk (Blocks) and a mask (Mask), and hands
-what it was given for sequence lengths on to the epilogue (Output).
+They take a tile scheduler (OneTile), the key blocks to walk (Blocks) and a mask (Mask of SM90), and hand what they were given
+for sequence lengths on to the epilogue (Output). DenseTiles is what the kernels of all architectures do alike.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,12 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below, sm90_col_to
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack import layout_utils
 
-from shared import ptx
+from shared import ptx, smem, tma
 
 KEYS = 128  # of a block
+PER_LANE = 4  # requests that a lane looks at in a round of the search
+HALF = KEYS * 128  # bytes of 64 columns of a key tile
+SLAB = 2 * HALF
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Tile:
 
 
 class OneTile:
-    """The tile scheduler that FlashAttentionForwardSm90.mma asks: one tile a CTA, or none."""
+    """The tile scheduler that flash-attention-4's loops ask: one tile a CTA, or none."""
 
     def __init__(self, exists):
         self.exists = exists
@@ -53,7 +56,7 @@ class OneTile:
         return self._info(Boolean(False))
 
     def advance_to_next_work(self):
-        pass
+        return self._info(Boolean(False))
 
     @staticmethod
     def _info(exists):
@@ -68,13 +71,13 @@ class OneTile:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which key blocks FlashAttentionForwardSm90.mma walks, downwards, and from where on without a mask."""
+    """Which key blocks flash-attention-4's loops walk, downwards, and from where on without a mask."""
 
     tile: Tile
     unmasked_end: Int32
     window_size_left: None = None
 
-    def get_n_block_min_max(self, seqlen, m_block):
+    def get_n_block_min_max(self, seqlen, m_block, **unused):
         return self.tile.block_min, self.tile.block_max
 
     def get_n_block_min_causal_local_mask(self, seqlen, m_block, n_block_min):
@@ -150,3 +153,105 @@ def transpose_quad(words, t):
             came = ptx.shuffle_xor(sent, distance)
             words[a], words[b] = ptx.select(low, words[a], came), ptx.select(low, came, words[b])
     return words
+
+
+class DenseTiles:
+    """For a kernel class: its tile, the copies of keys, and rows that see nothing, which `epilogue_threads` threads fill."""
+
+    @cute.jit
+    def find_tile(
+        self,
+        index: Int32,
+        lane: Int32,
+        cu_seqlens: Int64,
+        seqused: Int64,
+        tokens: Int32,
+        requests: Int32,
+        reach: Int32,
+        tile_tokens: Int32,
+    ):
+        """(request, first row, rows, tile of the request, kv_len) by the whole warp; rows 0: there is no such tile.
+
+        A round takes 4 requests a lane, all loads at once: the latency of one access for 128 requests.
+        """
+        request, first, length, block, used = requests + 1, Int32(0), Int32(0), Int32(0), Int32(0)
+        base, before, missing = Int32(0), Int32(0), Int32(1)
+        while (missing != 0) & (base <= requests):
+            r = base + lane * PER_LANE
+            offsets = [
+                (cu_seqlens + Int64(r + i) * 4, Int32(r + i <= requests), 2147483647) for i in range(PER_LANE + 1)
+            ]
+            lengths = [(seqused + Int64(r + i) * 4, Int32(r + i < requests), 0) for i in range(PER_LANE)]
+            loaded = ptx.load_i32_batch(offsets + lengths)
+            starts = [ptx.clamp(x, Int32(0), tokens) for x in loaded[: PER_LANE + 1]]
+            sizes = [ptx.maximum_i32(starts[i + 1] - starts[i], Int32(0)) for i in range(PER_LANE)]
+            tiles = [ptx.divide_u32(x + tile_tokens - 1, tile_tokens) for x in sizes]
+            upto = tiles[0] + tiles[1] + tiles[2] + tiles[3]
+            for i in cutlass.range_constexpr(5):
+                other = ptx.shuffle_up(upto, 1 << i)
+                upto = upto + ptx.select(lane >= (1 << i), other, Int32(0))
+            hits = ptx.ballot(Int32(before + upto > index))
+            if hits != 0:
+                hit = ptx.count_bits((hits & (0 - hits)) - 1)
+                # Of the lane's own requests; the last tile of a request, the longest with a causal mask, goes first.
+                end = before + upto
+                here = [Int32(0)] * 5
+                for i in cutlass.range_constexpr(PER_LANE - 1, -1, -1):
+                    found = index < end
+                    what = [r + i, starts[i], sizes[i], end - 1 - index, loaded[PER_LANE + 1 + i]]
+                    here = [ptx.select(found, x, y) for x, y in zip(what, here)]
+                    end = end - tiles[i]
+                request, first, length, block, used = [ptx.shuffle(x, hit) for x in here]
+                block = ptx.maximum_i32(block, Int32(0))
+                missing = Int32(0)
+            before, base = before + ptx.shuffle(upto, 31), base + 32 * PER_LANE
+        return request, first, length, block, ptx.clamp(used, Int32(0), reach)
+
+    def tile_of(self, found, head, split, tile_tokens, causal, splits):
+        """The Tile that `find_tile` found, of a KV head and a split."""
+        request, first_row, length, block, kv_len = found
+        first_token = block * tile_tokens
+        tile_count = ptx.minimum_i32(length - first_token, tile_tokens)
+        shift = kv_len - length
+        last_end = ptx.clamp(shift + first_token + tile_count, Int32(0), kv_len)
+        seen = (ptx.select(causal != 0, last_end, kv_len) + KEYS - 1) // KEYS
+        seen = ptx.select(tile_count > 0, seen, Int32(0))
+        share = ptx.divide_u32(seen + splits - 1, splits)
+        block_min = split * share
+        block_max = ptx.minimum_i32(block_min + share, seen)
+        return Tile(request, first_row, first_token, tile_count, kv_len, shift, block_min, block_max, head)
+
+    @cute.jit
+    def copy_keys(self, target: Int32, address: Int64, page_shift: Int32, pages, head: Int32, mbarrier: Int32):
+        """A key tile: one box of 128 tokens or two of 64, for each half of the columns. By one thread."""
+        smem.mbarrier_expect(mbarrier, Int32(SLAB))
+        for half in cutlass.range_constexpr(2):
+            at = target + half * HALF
+            tma.tma_load(at, address, [Int32(64 * half), Int32(0), head, pages[0]], mbarrier)
+            if page_shift != 0:
+                tma.tma_load(at + HALF // 2, address, [Int32(64 * half), Int32(0), head, pages[1]], mbarrier)
+
+    @cute.jit
+    def any_bad_page(
+        self, tile: Tile, lane: Int32, page_row: Int64, page_width: Int32, pages: Int32, page_shift: Int32
+    ):
+        """Whether one of the tile's page numbers is none of the cache's; by the whole warp."""
+        end = ptx.minimum_i32(tile.block_max << page_shift, page_width)
+        bad = Int32(0)
+        for start in cutlass.range((tile.block_min << page_shift) + lane, end + lane, 128, unroll=1):
+            for i in cutlass.range_constexpr(4):
+                e = start + 32 * i
+                page = ptx.load_i32_if(page_row + Int64(e) * 4, Int32(e < end), 0)
+                bad = bad | Int32((page < 0) | (page >= pages))
+        return ptx.ballot(bad)
+
+    @cute.jit
+    def fill_empty(self, output, thread: Int32):
+        """Rows that see nothing: output 0 and LSE -inf. In a split too: the merge loads them before it has the LSE."""
+        for row in cutlass.range(thread >> 4, output.rows, self.epilogue_threads // 16, unroll=1):
+            out, lse_at = output.address(row)
+            ptx.store_words(out + Int64((thread & 15) * 16), [Int32(0)] * 4)
+            if output.splits > 1:  # fp32: twice the bytes
+                ptx.store_words(out + Int64(256 + (thread & 15) * 16), [Int32(0)] * 4)
+            if ((thread & 15) == 0) & (output.lse != 0):
+                ptx.store_f32(lse_at, -Float32.inf)

@@ -7,14 +7,15 @@ from cutlass import Int32
 from shared import ptx
 
 
-def fit(words):
-    """(fp16 pairs, what undoes the factor) of bf16 pairs; the row is spread over four neighbouring threads."""
+def fit(words, distances=(1, 2)):
+    """(fp16 pairs, what undoes the factor) of bf16 pairs; the row is spread over four neighbouring threads, or over those at
+    other distances."""
     largest = Int32(0)
     for w in words:
         for magnitude in (w & 0x7FFF, (w >> 16) & 0x7FFF):
             finite = ptx.select(magnitude < 0x7F80, magnitude, Int32(0))
             largest = ptx.select(finite > largest, finite, largest)
-    for distance in (1, 2):
+    for distance in distances:
         other = ptx.shuffle_xor(largest, distance)
         largest = ptx.select(other > largest, other, largest)
     # The largest element becomes 2^14 .. 2^15, unless it is so small that the factor would leave fp32.

@@ -51,20 +51,17 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from quack import layout_utils, sm90_utils
 
 from shared import hopper, ptx, smem, tma
-from shared.dense_tile import KEYS, Blocks, Mask, OneTile, Output, Tile, row_of, transpose_quad
+from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, Mask, OneTile, Output, Tile, row_of, transpose_quad
 from shared.program import Program
 from shared.softmax import LOG2_E, SMALLEST
 
 DIM, STAGES = 128, 2
-PER_LANE = 4  # requests that a lane looks at in a round of the search
-HALF = KEYS * 128  # bytes of 64 columns of a key tile
-SLAB = 2 * HALF
 NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 CONSUMER_REGISTERS = {1: (256, 56), 2: (240, 24)}  # by warpgroups of consumers: theirs and the loader's
 
 
-class Dense(FlashAttentionForwardSm90):
+class Dense(DenseTiles, FlashAttentionForwardSm90):
     """One variant: dtype and rows of a tile."""
 
     def __init__(self, dtype, rows):
@@ -86,73 +83,13 @@ class Dense(FlashAttentionForwardSm90):
         )
         self.num_wg_mma = rows // 64
         self.num_mma_threads, self.num_threads_per_warp_group = 2 * rows, 128
+        self.epilogue_threads = self.num_mma_threads
         self.use_block_sparsity, self.rescale_O_before_gemm = False, False
         self.use_scheduler_barrier = self.num_wg_mma == 2
         shapes = {"sQ": ((rows, DIM), None), "sK": ((KEYS, DIM), STAGES), "sV": ((KEYS, DIM), STAGES)}
         return {n: sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, *x) for n, x in shapes.items()}
 
-    # ---- which tile
-
-    @cute.jit
-    def find_tile(
-        self,
-        index: Int32,
-        lane: Int32,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        tokens: Int32,
-        requests: Int32,
-        reach: Int32,
-        tile_tokens: Int32,
-    ):
-        """(request, first row, rows, tile of the request, kv_len) by the whole warp; rows 0: there is no such tile.
-
-        A round takes 4 requests a lane, all loads at once: the latency of one access for 128 requests.
-        """
-        request, first, length, block, used = requests + 1, Int32(0), Int32(0), Int32(0), Int32(0)
-        base, before, missing = Int32(0), Int32(0), Int32(1)
-        while (missing != 0) & (base <= requests):
-            r = base + lane * PER_LANE
-            offsets = [
-                (cu_seqlens + Int64(r + i) * 4, Int32(r + i <= requests), 2147483647) for i in range(PER_LANE + 1)
-            ]
-            lengths = [(seqused + Int64(r + i) * 4, Int32(r + i < requests), 0) for i in range(PER_LANE)]
-            loaded = ptx.load_i32_batch(offsets + lengths)
-            starts = [ptx.clamp(x, Int32(0), tokens) for x in loaded[: PER_LANE + 1]]
-            sizes = [ptx.maximum_i32(starts[i + 1] - starts[i], Int32(0)) for i in range(PER_LANE)]
-            tiles = [ptx.divide_u32(x + tile_tokens - 1, tile_tokens) for x in sizes]
-            upto = tiles[0] + tiles[1] + tiles[2] + tiles[3]
-            for i in cutlass.range_constexpr(5):
-                other = ptx.shuffle_up(upto, 1 << i)
-                upto = upto + ptx.select(lane >= (1 << i), other, Int32(0))
-            hits = ptx.ballot(Int32(before + upto > index))
-            if hits != 0:
-                hit = ptx.count_bits((hits & (0 - hits)) - 1)
-                # Of the lane's own requests; the last tile of a request, the longest with a causal mask, goes first.
-                end = before + upto
-                here = [Int32(0)] * 5
-                for i in cutlass.range_constexpr(PER_LANE - 1, -1, -1):
-                    found = index < end
-                    what = [r + i, starts[i], sizes[i], end - 1 - index, loaded[PER_LANE + 1 + i]]
-                    here = [ptx.select(found, x, y) for x, y in zip(what, here)]
-                    end = end - tiles[i]
-                request, first, length, block, used = [ptx.shuffle(x, hit) for x in here]
-                block = ptx.maximum_i32(block, Int32(0))
-                missing = Int32(0)
-            before, base = before + ptx.shuffle(upto, 31), base + 32 * PER_LANE
-        return request, first, length, block, ptx.clamp(used, Int32(0), reach)
-
     # ---- the loader: one warp
-
-    @cute.jit
-    def copy_keys(self, target: Int32, address: Int64, page_shift: Int32, pages, head: Int32, mbarrier: Int32):
-        """A key tile: one box of 128 tokens or two of 64, for each half of the columns. By one thread."""
-        smem.mbarrier_expect(mbarrier, Int32(SLAB))
-        for half in cutlass.range_constexpr(2):
-            at = target + half * HALF
-            tma.tma_load(at, address, [Int32(64 * half), Int32(0), head, pages[0]], mbarrier)
-            if page_shift != 0:
-                tma.tma_load(at + HALF // 2, address, [Int32(64 * half), Int32(0), head, pages[1]], mbarrier)
 
     @cute.jit
     def load(
@@ -237,20 +174,6 @@ class Dense(FlashAttentionForwardSm90):
     # ---- the consumers
 
     @cute.jit
-    def any_bad_page(
-        self, tile: Tile, lane: Int32, page_row: Int64, page_width: Int32, pages: Int32, page_shift: Int32
-    ):
-        """Whether one of the tile's page numbers is none of the cache's; by the whole warp."""
-        end = ptx.minimum_i32(tile.block_max << page_shift, page_width)
-        bad = Int32(0)
-        for start in cutlass.range((tile.block_min << page_shift) + lane, end + lane, 128, unroll=1):
-            for i in cutlass.range_constexpr(4):
-                e = start + 32 * i
-                page = ptx.load_i32_if(page_row + Int64(e) * 4, Int32(e < end), 0)
-                bad = bad | Int32((page < 0) | (page >= pages))
-        return ptx.ballot(bad)
-
-    @cute.jit
     def epilogue(self, acc_O, lse, mO, mLSE, sO, seqlen, *unused):
         """Rows from registers to global memory; `seqlen` is what `consume` gave as SeqlenInfoCls: an Output."""
         output, values = seqlen, layout_utils.reshape_acc_to_mn(acc_O)
@@ -273,17 +196,6 @@ class Dense(FlashAttentionForwardSm90):
                     ptx.store_words_if(out + Int64(j * 64 + t * 16), transpose_quad(words, t), exists)
             if output.lse != 0:
                 ptx.store_words_if(lse_at, [ptx.f32_bits(lse[r])], exists & Int32(t == 0))
-
-    @cute.jit
-    def fill_empty(self, output, thread: Int32):
-        """Rows that see nothing: output 0 and LSE -inf. In a split too: the merge loads them before it has the LSE."""
-        for row in cutlass.range(thread >> 4, output.rows, self.num_mma_threads // 16, unroll=1):
-            out, lse_at = output.address(row)
-            ptx.store_words(out + Int64((thread & 15) * 16), [Int32(0)] * 4)
-            if output.splits > 1:  # fp32: twice the bytes
-                ptx.store_words(out + Int64(256 + (thread & 15) * 16), [Int32(0)] * 4)
-            if ((thread & 15) == 0) & (output.lse != 0):
-                ptx.store_f32(lse_at, -Float32.inf)
 
     @cute.jit
     def consume(
@@ -412,20 +324,9 @@ class Dense(FlashAttentionForwardSm90):
             smem.mbarrier_init(own + 8, Int32(1))
         cute.arch.mbarrier_init_fence()
 
-        request, first_row, length, block, kv_len = self.find_tile(
-            index, lane, cu_seqlens, seqused, tokens, requests, reach, tile_tokens
-        )
-        first_token = block * tile_tokens
-        tile_count = ptx.minimum_i32(length - first_token, tile_tokens)
-        shift = kv_len - length
-        last_end = ptx.clamp(shift + first_token + tile_count, Int32(0), kv_len)
-        seen = (ptx.select(causal != 0, last_end, kv_len) + KEYS - 1) // KEYS
-        seen = ptx.select(tile_count > 0, seen, Int32(0))
-        share = ptx.divide_u32(seen + splits - 1, splits)
-        block_min = split * share
-        block_max = ptx.minimum_i32(block_min + share, seen)
-        tile = Tile(request, first_row, first_token, tile_count, kv_len, shift, block_min, block_max, head)
-        page_row = page_table + Int64(request) * page_table_row
+        found = self.find_tile(index, lane, cu_seqlens, seqused, tokens, requests, reach, tile_tokens)
+        tile = self.tile_of(found, head, split, tile_tokens, causal, splits)
+        page_row = page_table + Int64(tile.request) * page_table_row
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         negate = Int32(scale < Float32(0.0))
@@ -434,17 +335,17 @@ class Dense(FlashAttentionForwardSm90):
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(CONSUMER_REGISTERS[self.num_wg_mma][1])
-            if (warp == 0) & (block_min < block_max):
+            if (warp == 0) & (tile.block_min < tile.block_max):
                 base = Int32(start.toint())
                 self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, negate)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.num_wg_mma][0])
-            token = Int64(first_row + first_token)
+            token = Int64(tile.first_row + tile.first_token)
             out_at = out + Int64(split) * out_split + token * out_token + Int64(head * group) * out_head
             lse_at = lse + Int64(split) * lse_split + token * lse_token + Int64(head * group) * lse_head
             lse_at = ptx.select(lse != 0, lse_at, Int64(0))
             strides = (out_token, out_head, lse_token, lse_head)
-            rows = ptx.maximum_i32(tile_count, Int32(0)) * group
+            rows = ptx.maximum_i32(tile.tokens, Int32(0)) * group
             scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
             output = Output(out_at, lse_at, *strides, group, rows, splits, scale_v)
             paging = (page_row, page_width, pages, page_shift)

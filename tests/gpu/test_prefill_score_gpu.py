@@ -17,7 +17,8 @@ DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, FP8), (FP16, FP8), (FP8, FP8)]
 STORED, FUSED = 2, 3
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="kernels for SM90"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() not in ((9, 0), (10, 0), (10, 3)),
+    reason="kernels for SM90, SM100 and SM103",
 )
 
 

@@ -7,8 +7,9 @@ or in two parts, because the emulator needs no GPU and the GPU's machine no comp
     python tests/ptx_emulator/agreement.py record --file FILE --variant build/torch-stable-abi...
     python tests/ptx_emulator/agreement.py compare --file FILE --variant build/torch-stable-abi...
 
-`record` runs the calls of agreement_calls.py in the emulator and writes arguments, results and the programs launched; it
-fails unless every SM90 program was. `compare` repeats the calls on the GPU and prints, for each kind of call and output
+`record` runs the calls of agreement_calls.py in the emulator and writes arguments, results and the programs launched;
+it fails unless every SM90 program was. `--device sm_100` takes the programs of that card instead, and only says which
+were not. `compare` repeats the calls on the GPU and prints, for each kind of call and output
 and for each program, how many elements differ and by how many ulps at most. It fails if anything differs in a bit where
 the arithmetic is exact, or by more than stated here where it isn't.
 """
@@ -25,7 +26,7 @@ import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 # By the kind of data (agreement_calls.py): most ulps of the output's dtype, at the largest of its row; none where it is
-# exact. Not exact are ex2, lg2 and rcp (float.cpp) and the order and width of sums inside a matrix instruction (mma.cpp).
+# exact. Not exact are ex2, lg2 and rcp (float.cpp), and the order and width of sums in a matrix instruction (mma.cpp).
 ALLOWED_ULPS = {
     "dyadic": {torch.bfloat16: 1, torch.float16: 1, torch.float32: 4},
     "normal": {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16},
@@ -51,18 +52,18 @@ def written(function):
     return [i for i, a in enumerate(function._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
-def record(path, variant):
+def record(path, variant, device="sm_90"):
     sys.path.insert(0, str(TESTS))
     from ptx_emulator.session import Emulation
 
     with tempfile.TemporaryDirectory() as folder:
         kernels = TESTS.parent / "build" / "kernels"
-        emulation, package = Emulation(folder, kernels), load_package(variant)
+        emulation, package = Emulation(folder, kernels, device), load_package(variant)
         from ptx_emulator.agreement_calls import calls
 
         data, missing = (
             [],
-            {f["entry"] for f in json.loads((kernels / "index.json").read_text()) if f["arch"] == "sm_90a"},
+            {f["entry"] for f in json.loads((kernels / "index.json").read_text()) if f["arch"] == f"{device}a"},
         )
         for name, kind, op, arguments in calls():
             function = operator(package, op)
@@ -75,7 +76,7 @@ def record(path, variant):
             data.append((name, kind, op, before, results, programs))
     torch.save(data, path)
     print(f"{len(data)} calls recorded in {path}; programs without one: {', '.join(sorted(missing)) or 'none'}")
-    return int(bool(missing))
+    return int(bool(missing) and device == "sm_90")
 
 
 def on_gpu(x):
@@ -108,7 +109,7 @@ def allowed(kind, dtype, fp8_queries):
 
 
 class Table:
-    """Per key: outputs compared, their elements, those that differ in bits, the largest error and the largest allowed."""
+    """Per key: outputs compared, their elements, those whose bits differ, the largest error and the largest allowed."""
 
     def __init__(self, *columns):
         self.columns, self.rows = [*columns, "outputs", "elements", "bits differ", "worst, ulps", "allowed"], {}
@@ -159,11 +160,12 @@ def compare(path, variant):
     return int(failed)
 
 
-def both(variant):
+def both(variant, device):
     """`record` in a process of its own: the emulator is that process's CUDA driver."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "calls.pt"
-        subprocess.run([sys.executable, __file__, "record", "--file", file, "--variant", variant], check=True)
+        command = [sys.executable, __file__, "record", "--file", file, "--variant", variant, "--device", device]
+        subprocess.run(command, check=True)
         return compare(file, variant)
 
 
@@ -172,12 +174,15 @@ def main():
     parser.add_argument("what", choices=["record", "compare", "both"])
     parser.add_argument("--file", help="what `record` writes and `compare` reads")
     parser.add_argument("--variant", required=True, help="folder of the built CUDA variant")
+    parser.add_argument("--device", default="sm_90", help="the card whose programs are recorded")
     options = parser.parse_args()
     if options.what == "both":
-        return both(options.variant)
+        return both(options.variant, options.device)
     if options.file is None:
         parser.error(f"{options.what} needs --file")
-    return {"record": record, "compare": compare}[options.what](options.file, options.variant)
+    if options.what == "record":
+        return record(options.file, options.variant, options.device)
+    return compare(options.file, options.variant)
 
 
 if __name__ == "__main__":

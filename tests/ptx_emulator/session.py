@@ -42,7 +42,7 @@ class Emulation:
     @contextlib.contextmanager
     def device(self, architecture, multiprocessors=0):
         """Pass for another device: the launcher picks its images, the package its rows of the capability table. With few
-        multiprocessors a small problem has many tiles for each."""
+        multiprocessors a persistent CTA gets much to do in a small problem."""
         before = self.architecture
         self.become(architecture)
         self.driver.set_multiprocessors(multiprocessors)

@@ -39,6 +39,8 @@ static_assert(DenseParams::match_all(cubins::dense_bf16_m64));
 static_assert(DenseParams::match_all(cubins::dense_bf16_m128));
 static_assert(DenseParams::match_all(cubins::dense_f16_m64));
 static_assert(DenseParams::match_all(cubins::dense_f16_m128));
+static_assert(DenseParams::match_all(cubins::dense_bf16_m256));
+static_assert(DenseParams::match_all(cubins::dense_f16_m256));
 
 constexpr I64 kKeys = 128, kHeadDim = 128;
 // Below this a split's work is less than what it costs to start it and to merge its result.
@@ -65,21 +67,27 @@ I64 scale_stride(const std::optional<Tensor>& t) { return t.has_value() && t->nu
 // tokens takes 1031 us on an H200, of 16 requests 275; with what the box asks for 970 and 249.
 constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
-// Queries [T, Hq, 128] in boxes of 64 columns, the heads of a KV head and the tokens of a tile.
-TensorMap map_of_queries(const Tensor& q, I64 group, I64 tile_tokens) {
+// Queries [T, Hq, 128] in boxes of 64 columns, the heads of a KV head and `tokens` tokens.
+TensorMap map_of_queries(const Tensor& q, I64 group, I64 tokens) {
   const I64 head = q.stride(1) * 2, token = q.stride(0) * 2;
   return launch::tensor_map(q, q.data_ptr(), 2, {kHeadDim, group, q.size(1) / group, q.size(0)},
                             {head, head * group, token},
-                            {64, static_cast<unsigned>(group), 1, static_cast<unsigned>(tile_tokens)});
+                            {64, static_cast<unsigned>(group), 1, static_cast<unsigned>(tokens)});
 }
 
 }  // namespace
 
-DensePlan dense_plan(I64 tokens, I64 requests, I64 q_heads, I64 kv_heads, I64 reach, int multiprocessors) {
+DensePlan dense_plan(I64 tokens, I64 requests, I64 q_heads, I64 kv_heads, I64 reach, int capability,
+                     int multiprocessors) {
   const I64 group = q_heads / kv_heads;
-  // 64 rows cost half the multiplies: right where they hold a request's rows, as in decode, which waits for memory.
-  const int rows = tokens * group <= 64 * requests ? 64 : 128;
-  const I64 tiles = requests * ceil_div(ceil_div(tokens, requests), rows / group) * kv_heads;
+  // The lower tile costs half the multiplies: right where it holds a request's rows, as in decode, which waits for
+  // memory. Tensor memory has 128 lanes, hence SM100's heights, in stages of whole tokens. The figures below are the
+  // H200's there too: nothing was measured on SM100.
+  const int low = capability == 90 ? 64 : 128;
+  const int rows = tokens * group <= low * requests ? low : 2 * low;
+  const int stages = capability == 90 ? 1 : rows / low;
+  const I64 tile_tokens = rows / stages / group * stages;
+  const I64 tiles = requests * ceil_div(ceil_div(tokens, requests), tile_tokens) * kv_heads;
   const I64 partial = tokens * q_heads * (kHeadDim + 1) * 4;
   const I64 most =
       std::min({kMostDenseSplits, reach / kLeastKeysOfASplit, kMostPartialBytes / std::max<I64>(partial, 1)});
@@ -97,7 +105,7 @@ DensePlan dense_plan(I64 tokens, I64 requests, I64 q_heads, I64 kv_heads, I64 re
   int neighbours_log2 = 0;
   const auto fits = [&](I64 n) { return kv_heads % n == 0 && n * reach * kHeadDim * 4 <= kNeighbourBytes; };
   while (fits(2 << neighbours_log2)) ++neighbours_log2;
-  return {rows, neighbours_log2, splits};
+  return {rows, static_cast<int>(tile_tokens), stages, neighbours_log2, splits};
 }
 
 void dense(const DenseArguments& a, I64 splits) {
@@ -106,9 +114,10 @@ void dense(const DenseArguments& a, I64 splits) {
   const I64 page = page_tokens(a.k_cache),
             reach = std::min<I64>(a.block_table.size(1) * page, INT32_MAX / kKeys * kKeys);
   const int device = a.q.is_cpu() ? -1 : static_cast<int>(a.q.get_device_index());
-  const DensePlan plan = dense_plan(tokens, requests, q_heads, kv_heads, reach, launch::multiprocessors(device));
+  const DensePlan plan = dense_plan(tokens, requests, q_heads, kv_heads, reach, launch::compute_capability(device),
+                                    launch::multiprocessors(device));
   if (splits == 0) splits = plan.splits;
-  const I64 group = q_heads / kv_heads, tile_tokens = plan.rows / group;
+  const I64 group = q_heads / kv_heads, tile_tokens = plan.tile_tokens;
 
   // What the kernel writes: the results, or fp32 states to merge into them.
   Tensor out = a.out;
@@ -122,7 +131,7 @@ void dense(const DenseArguments& a, I64 splits) {
   }
   const int first = splits > 1 ? 1 : 0;  // dimension of tokens
   const I64 out_size = splits > 1 ? 4 : 2;
-  DenseParams params{{map_of_queries(a.q, group, tile_tokens),
+  DenseParams params{{map_of_queries(a.q, group, tile_tokens / plan.stages),
                       cache_map(a.k_cache, kPromotion),
                       cache_map(a.v_cache, kPromotion),
                       a.block_table.data_ptr(),
@@ -157,17 +166,19 @@ void dense(const DenseArguments& a, I64 splits) {
   const I64 tiles = (tokens + (requests + 1) * (tile_tokens - 1)) / tile_tokens;
   const launch::Grid grid{static_cast<unsigned>(tiles << plan.neighbours_log2),
                           static_cast<unsigned>(kv_heads >> plan.neighbours_log2), static_cast<unsigned>(splits)};
-  if (a.q.scalar_type() == ScalarType::BFloat16) {
-    if (plan.rows == 64)
-      launch::run(cubins::dense_bf16_m64, grid, device, params);
-    else
-      launch::run(cubins::dense_bf16_m128, grid, device, params);
-  } else {
-    if (plan.rows == 64)
-      launch::run(cubins::dense_f16_m64, grid, device, params);
-    else
-      launch::run(cubins::dense_f16_m128, grid, device, params);
-  }
+  const bool bf16 = a.q.scalar_type() == ScalarType::BFloat16;
+  if (plan.rows == 64 && bf16)
+    launch::run(cubins::dense_bf16_m64, grid, device, params);
+  else if (plan.rows == 64)
+    launch::run(cubins::dense_f16_m64, grid, device, params);
+  else if (plan.rows == 128 && bf16)
+    launch::run(cubins::dense_bf16_m128, grid, device, params);
+  else if (plan.rows == 128)
+    launch::run(cubins::dense_f16_m128, grid, device, params);
+  else if (bf16)
+    launch::run(cubins::dense_bf16_m256, grid, device, params);
+  else
+    launch::run(cubins::dense_f16_m256, grid, device, params);
   if (splits == 1) return;
   const I64 rows[] = {tokens, q_heads};
   const Tensor merged = a.lse.has_value() ? *a.lse : torch::stable::new_empty(a.q, {rows, 2}, ScalarType::Float);

@@ -30,14 +30,16 @@ constexpr std::int64_t kMostDenseSplits = 32;
 // How a problem is cut, from shapes and the device alone: rows of a tile (query heads of a KV head times tokens), KV
 // heads whose tiles take turns, and CTAs that share a tile's keys. The bits of a result depend on rows and splits.
 struct DensePlan {
-  int rows;  // 64 or 128
+  int rows;  // 64 or 128 on SM90, else 128 or 256
+  int tile_tokens;
+  int stages;  // parts of a tile that are copied by themselves
   int neighbours_log2;
   int splits;
 };
 DensePlan dense_plan(std::int64_t tokens, std::int64_t requests, std::int64_t q_heads, std::int64_t kv_heads,
-                     std::int64_t reach, int multiprocessors);
+                     std::int64_t reach, int capability, int multiprocessors);
 
-// kernel-src/sm90/dense.py, then, with splits, combine.py. `splits` 0: those of `dense_plan`.
+// dense.py of kernel-src/sm90 or sm100, then, with splits, combine.py. `splits` 0: those of `dense_plan`.
 void dense(const DenseArguments& a, std::int64_t splits);
 
 }  // namespace m3_sparse

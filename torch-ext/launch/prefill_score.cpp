@@ -163,7 +163,7 @@ bool prefill_scores_fit(const Tensor& index_q, const Tensor& index_k, std::int64
   // Units, and what the last CTA's range reaches beyond them, in 32 bits.
   if ((ceil_div(tokens * heads, 128) + requests) * blocks >= (std::int64_t{1} << 31) - (1 << 20)) return false;
   if (!has_map(index_q) || !has_map(index_k)) return false;
-  return launch::compute_capability(device_of(index_q)) == 90;
+  return launch::available(cubins::prefill_score_bf16_bf16_top16, device_of(index_q));
 }
 
 Selection choose_selection(const Tensor& index_q, const Tensor& index_k, std::int64_t requests, std::int64_t blocks,

@@ -8,15 +8,14 @@ from typing import Optional, Tuple
 import torch
 
 from . import checks
-from ._architecture import architecture
 from .ops import ops
 
 MOST_IDS = 32
 MOST_GROUP = 16
 MOST_STRIDE = 2**39  # elements of two bytes
 # The decode kernel shares the keys it reads among a request's rows, eight at a time; beyond some average, a prefill,
-# it would read the keys again and again and store [T, Hi, blocks] scores. The prefill kernel, for SM90 and a power of
-# two of heads, has no such limit.
+# it would read the keys again and again and store [T, Hi, blocks] scores. The prefill kernel, for a power of two of
+# heads, has no such limit.
 MOST_ROWS_OF_A_REQUEST = 32
 MOST_PREFILL_HEADS = 64
 
@@ -44,12 +43,12 @@ def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
 def block_scores(index_q, batch) -> Optional[str]:
     """`batch`: any of the arguments with a row a request."""
     heads = index_q.shape[1]
-    if architecture(index_q.device) == "sm_90" and heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0:
+    if heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0:
         return None
     if index_q.dtype == torch.float8_e4m3fn:
         return (
-            f"block scoring on aot takes float8 queries on sm_90 with a power of two of heads up to "
-            f"{MOST_PREFILL_HEADS}, got {heads} heads on {architecture(index_q.device)}"
+            f"block scoring on aot takes float8 queries with a power of two of heads up to {MOST_PREFILL_HEADS}, "
+            f"got {heads} heads"
         )
     if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * batch.shape[0]:
         rows = f"{index_q.shape[0]} for {batch.shape[0]} requests"
@@ -76,7 +75,7 @@ PLANS = {
     1: "union tiles",
     2: "KV-stationary",
     3: "decode",
-    4: "union tiles where u(4) of a request is below 1.75 (float8: 1.5), else KV-stationary: chosen on the device",
+    4: "union tiles where u(4) of a request is below 1.75 (float8: 1.5 unless widened first), else KV-stationary: chosen on the device",
 }
 
 

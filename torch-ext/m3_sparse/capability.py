@@ -76,17 +76,14 @@ _AOT = {
     "store_kv": _STORE,
     "merge_states": ("bf16>bf16", "fp16>fp16", "fp32>fp32", "fp32>bf16", "fp32>fp16"),
 }
-_SM90_ONLY = {("block_scores", "e4m3+e4m3"), ("select_blocks", "e4m3+e4m3")}
 _ARCHITECTURES = {"sm_90": MEASURED, "sm_100": EMULATED, "sm_103": EMULATED}
-# Operations with kernels for some of the architectures only.
-_ARCHITECTURES_OF = {"dense_attention": {"sm_90": MEASURED}}
 
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
     + [
-        Capability(op, "aot", arch, tuple(p for p in pairs if arch == "sm_90" or (op, p) not in _SM90_ONLY), status)
+        Capability(op, "aot", arch, pairs, status)
         for op, pairs in _AOT.items()
-        for arch, status in _ARCHITECTURES_OF.get(op, _ARCHITECTURES).items()
+        for arch, status in _ARCHITECTURES.items()
     ]
     + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
     + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
