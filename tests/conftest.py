@@ -46,6 +46,10 @@ def pytest_addoption(parser):
         help="run tests/test_emulated_*.py: the public functions on CPU tensors, executed by the PTX emulator; needs "
         "--variant with the CUDA variant",
     )
+    parser.addoption("--witnesses", action="store_true", help="compile and run upstream kernels that take minutes")
+    parser.addoption(
+        "--faults", action="store_true", help="break the large programs too (tests/test_emulated_faults.py)"
+    )
     parser.addoption(
         "--device",
         default="sm_90",
@@ -55,6 +59,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "witnesses: an upstream kernel whose compilation takes half a minute")
+    config.addinivalue_line("markers", "faults: breaks a large program in every way, which takes minutes")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; every test below tests/gpu/ is one")
     config.addinivalue_line("markers", "emulated: runs shipped programs in the PTX emulator")
     config.addinivalue_line("markers", "kernels_ci: quick test that the kernels community's CI may run")
@@ -73,6 +79,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.emulated)
             if not emulating:
                 item.add_marker(pytest.mark.skip(reason="runs in a session of its own, with --backend=emulated"))
+        for name in ("faults", "witnesses"):
+            if item.get_closest_marker(name) and not config.getoption(f"--{name}"):
+                item.add_marker(pytest.mark.skip(reason=f"takes minutes: --{name}"))
         if (ROOT / "tests" / "gpu") in Path(item.path).parents:
             item.add_marker(pytest.mark.gpu)
         if not available and item.get_closest_marker("gpu"):

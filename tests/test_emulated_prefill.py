@@ -17,7 +17,10 @@ DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), 
 POLICIES = ["late", "late:tma", "late:wgmma", "random1+race", "random2+race"]
 FORMULATIONS = ["union", "kv_stationary"]
 RACED = DTYPES[0], DTYPES[2]  # the other programs differ in conversions alone; race checks take most of the time
-BY_SEQUENCE = 4  # of launch/prefill.h: chosen for each request, whatever the shape
+BY_SEQUENCE, WIDENED = (
+    4,
+    5,
+)  # of launch/prefill.h: chosen for each request, or a float8 cache widened, whatever the shape
 
 each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
 each_formulation = pytest.mark.parametrize("formulation", FORMULATIONS)
@@ -41,13 +44,13 @@ def attend(case, formulation, causal=True, scale=None, with_lse=True, ids=None):
     return out, lse
 
 
-def by_sequence(case, causal=True):
+def by_sequence(case, causal=True, formulation=BY_SEQUENCE):
     """(out, lse) of the operator with the choice on the device, for shapes that are too small for it by default."""
     (q, k_cache, v_cache, ids, table), options = case.sparse()
     out, lse = outputs(case, True)
     lengths, scales = (options["cu_seqlens_q"], options["seqused_k"]), (options["k_scale"], options["v_scale"])
     ops.BUILT["sparse_attention", "aot"](
-        out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, causal, *scales, 0, True, BY_SEQUENCE
+        out, lse, q, k_cache, v_cache, ids, table, *lengths, 128**-0.5, causal, *scales, 0, True, formulation
     )
     return out, lse
 
@@ -130,6 +133,24 @@ def test_gaps_of_union_tiles(emulation, dtypes, first, second):
             oracle.check_attention(*attend(case, "union"), *expected(case))
 
 
+@pytest.mark.parametrize("dtypes", DTYPES[2:], ids=lambda d: "-".join(str(x)[6:] for x in d))
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if PROBLEMS[name][1][0] == 16 * PROBLEMS[name][1][1]])
+def test_a_cache_that_is_widened_first_changes_no_bit(emulation, name, dtypes):
+    page, heads, layout, causal, topk, scales, q_lens, kv_lens = PROBLEMS[name]
+    q, kv = dtypes
+    case = cases.make(
+        q_lens, kv_lens, heads=heads, page=page, dtype=q, kv_dtype=kv, layout=layout, topk=topk, causal=causal,
+        scales=scales, pad_rows=len(name) % 2 * 3, seed=len(name),
+    )  # fmt: skip
+    want = attend(case, "union", causal)
+    with emulation.policy(watched(dtypes)):
+        same_bits(by_sequence(case, causal, WIDENED), want, name)
+    entry = next(i for i, n in enumerate(kv_lens) if n > 0)
+    case.block_table[entry, 0] = case.k_cache.shape[0]
+    with emulation.policy("random1"):
+        same_bits(by_sequence(case, causal, WIDENED), attend(case, "union", causal), "a page outside the cache")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtypes", RACED, ids=lambda d: str(d[1])[6:])
 @each_formulation
@@ -178,6 +199,22 @@ def test_several_union_tiles_a_cta(emulation, dtypes):
         got = attend(case, "union")
     assert emulation.driver.results[-1].ctas == 132 < 11 * 16
     oracle.check_attention(*got, *expected(case))
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, E5M2)], ids=lambda d: str(d[1])[6:])
+def test_tiles_are_given_out_once(emulation, dtypes):
+    """Three rounds, the last one not full, tiles of different lengths; with a choice and without."""
+    q, kv = dtypes
+    case = cases.make([150], [300], heads=(256, 16), dtype=q, kv_dtype=kv, topk=2, seed=150)
+    case.ids[::3, ::2, 1:] = -1
+    case.ids[-40:, 5:8] = -1
+    want = expected(case)
+    got = attend(case, "union")
+    oracle.check_attention(*got, *want)
+    case.ids[:] = case.ids[:1] % 2  # all tokens the same: union tiles are chosen
+    with emulation.policy("random1"):
+        chosen = by_sequence(case)
+    same_bits(chosen, attend(case, "union"), "chosen")
 
 
 @pytest.mark.parametrize("kv", [BF16, E4M3], ids=lambda d: str(d)[6:])
@@ -341,6 +378,8 @@ def test_wrong_numbers_stay_inside(emulation):
             spoil(tensor)
         attend(case, "kv_stationary", **options)
         by_sequence(case)
+        if kv.itemsize == 1:
+            by_sequence(case, seed < 6, WIDENED)
         spoil(case.cu_seqlens_q)
         attend(case, "union", **options)
 
@@ -353,7 +392,7 @@ OUT_OF_REACH = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["union", "invert", "prefill", "prefill_combine", "prefill_union"])
+@pytest.mark.parametrize("kernel", ["union", "invert", "prefill", "prefill_combine", "prefill_union", "prefill_widen"])
 def test_every_block_was_executed(emulation, kernel):
     """The last test of this file."""
     emulation.check_coverage(kernel, reasons=OUT_OF_REACH)

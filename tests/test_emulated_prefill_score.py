@@ -100,6 +100,7 @@ def test_pages_outside_the_cache_contribute_nothing(emulation):
     for dtypes in DTYPES:
         (query, keys, table), lengths = make([50], [1900], 4, dtypes, page=64, seed=5)
         table[0, 3], table[0, 8], table[0, 9] = -5, keys.shape[0], 2**31 - 1
+        table[0, 28] = -7  # half of a block that the causal mask cuts
         with emulation.policy("eager+race"):
             check((query, keys, table), lengths, topk=4)
 
@@ -187,8 +188,12 @@ def test_tiles_of_several_ctas(emulation, topk):
 @each_dtype
 @pytest.mark.parametrize("topk", [3, 17])
 def test_masked_blocks(emulation, dtypes, topk):
-    """Without forced blocks a row's own is scored too, and a tile's rows lie in several."""
-    tensors, lengths = make([140], [128 * (topk + 3) + 9], 1, dtypes, page=64, seed=topk)
+    """Without forced blocks a row's own is scored too, and a tile's rows lie in several, more than one of which a CTA
+    takes after others."""
+    kv_lens = [128 * (topk + 3) + 9, 128 * (topk + 4) + 70]
+    tensors, lengths = make([300, 270], kv_lens, 1, dtypes, page=64, seed=topk)
+    check(tensors, lengths, topk=topk, local=0)
+    tensors, lengths = make([140], kv_lens[:1], 1, dtypes, page=64, seed=topk)
     check(tensors, lengths, topk=topk, local=0)
 
 

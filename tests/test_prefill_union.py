@@ -8,7 +8,7 @@ from launch_checks import LaunchChecks, error_of, needs_variant, operators
 from test_union import layout
 
 check = LaunchChecks(__file__)
-UNION, KV_STATIONARY, DECODE, BY_SEQUENCE = 1, 2, 3, 4
+UNION, KV_STATIONARY, DECODE, BY_SEQUENCE, WIDENED = 1, 2, 3, 4, 5
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
@@ -75,6 +75,60 @@ def packs_every_parameter(driver):
 
 
 @check
+def a_widened_cache_is_packed_by_entry(driver):
+    import torch
+
+    attend = operators().aot_sparse_attention
+    for kv, page in (("float8_e4m3fn", 64), ("float8_e5m2", 128)):
+        arguments = problem(kv=kv, page=page, tokens=20, batch=3, width=9)
+        packed = torch.zeros(5, 2, page, 256, dtype=torch.float32).to(getattr(torch, kv))
+        arguments[3], arguments[4] = packed[..., :128], packed[..., 128:]
+        arguments[6] = arguments[6].new_zeros(3, 12)[:, :9]
+        attend(*arguments, 0, True, WIDENED)
+        build, widen, forward = driver.launches
+        driver.launches.clear()
+        assert build.params[-1] == 1 and driver.last_overlap == 1
+        assert widen.entry == f"m3s_prefill_widen_{SHORT[kv]}_sm90a_0" and widen.grid == (27, 2, 1)
+        k, v = packed.data_ptr(), packed.data_ptr() + 128
+        copies = widen.params[2:4]
+        assert copies[1] - copies[0] == 27 * 2 * page * 256
+        strides = [2 * page * 256, page * 256, 256]
+        assert widen.params == [k, v, *copies, arguments[6].data_ptr(), arguments[8].data_ptr(), 0, *strides, *strides,
+                                48, 9, 5, 7 if page == 128 else 6, 2]  # fmt: skip
+        assert forward.entry == "m3s_prefill_union_f16_sm90a_0" and forward.params[-2] == 1
+        for found, base in zip(forward.params[1:3], copies):
+            assert found.base == base and list(found.extents) == [128, page, 2, 27]
+            assert list(found.strides) == [256, page * 256, 2 * page * 256] and list(found.box) == [64, page, 1, 1]
+    arguments = problem(kv="float8_e4m3fn", tokens=4096)
+    arguments[3], arguments[4] = (x.reshape(-1, 2, 1, 128) for x in arguments[3:5])
+    attend(*arguments, 0, True, UNION)
+    assert "prefill_union_e4m3" in driver.launches.pop().entry
+    assert "only a float8 cache of pages" in error_of(attend, *arguments, 0, True, WIDENED)
+    assert "only a float8 cache of pages" in error_of(attend, *problem(), 0, True, WIDENED)
+
+
+@check
+def a_shape_decides_when_a_cache_is_widened(driver):
+    # Mirrors `union_widens` of launch/prefill_union.cpp.
+    attend = operators().aot_sparse_attention
+    for kv, tokens, batch, width, want in (
+        ("float8_e4m3fn", 1024, 1, 128, True), ("float8_e4m3fn", 1023, 1, 64, False),
+        ("float8_e4m3fn", 1024, 1, 129, False), ("float8_e5m2", 2048, 2, 128, True),
+        ("float8_e5m2", 40000, 4, 512, True), ("float8_e5m2", 40000, 4, 513, False), ("bfloat16", 1024, 1, 16, False),
+    ):  # fmt: skip
+        for formulation in (UNION, BY_SEQUENCE):
+            attend(*problem(kv=kv, tokens=tokens, batch=batch, width=width), 0, True, formulation)
+            names = [launch.entry.partition("_sm90a")[0] for launch in driver.launches]
+            widened = f"m3s_prefill_widen_{SHORT[kv]}" in names
+            assert widened == want == driver.launches[0].params[-1], (kv, tokens, batch, width)
+            if widened:
+                widen = driver.launches[names.index(f"m3s_prefill_widen_{SHORT[kv]}")]
+                choice = driver.launches[1].params[2] if formulation == BY_SEQUENCE else 0
+                assert widen.params[6] == choice
+            driver.launches.clear()
+
+
+@check
 def the_choice_goes_to_both_formulations(driver):
     attend = operators().aot_sparse_attention
     attend(*problem(), 0, True, BY_SEQUENCE)
@@ -88,9 +142,11 @@ def the_choice_goes_to_both_formulations(driver):
 @check
 def the_threshold_follows_the_cache(driver):
     attend = operators().aot_sparse_attention
-    for kv, threshold in (("bfloat16", 1.75), ("float8_e4m3fn", 1.5), ("float8_e5m2", 1.5)):
+    for kv, tokens, threshold in (
+        ("bfloat16", 2000, 1.75), ("float8_e4m3fn", 1000, 1.5), ("float8_e5m2", 1000, 1.5), ("float8_e4m3fn", 2000, 1.75),
+    ):  # fmt: skip
         driver.launches.clear()
-        attend(*problem(kv=kv), 0, True, BY_SEQUENCE)
+        attend(*problem(kv=kv, tokens=tokens), 0, True, BY_SEQUENCE)
         assert driver.launches[1].params[-1] == threshold
 
 
@@ -132,7 +188,7 @@ def a_shape_decides_between_decode_and_prefill(driver):
 def a_forced_formulation_that_cannot_run_says_why(driver):
     attend = operators().aot_sparse_attention
     assert "16 query heads a KV head" in error_of(attend, *problem(heads=(16, 2)), 0, True, UNION)
-    assert "formulation: expected 0" in error_of(attend, *problem(), 0, True, 5)
+    assert "formulation: expected 0" in error_of(attend, *problem(), 0, True, 6)
     assert not driver.launches
 
 
@@ -166,6 +222,12 @@ def reports_its_workspace(driver):
         lists = operators().aot_union_lists(q, cache, ids, table, cu, used, True)
         assert union == lists.numel() and decode == 0 and kv_stationary > 0
         assert both == union + kv_stationary <= 1 << 30
+        # A float8 cache widened first: while the copies are there, the partial results are not.
+        cache = cache.to(torch.float8_e4m3fn)
+        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number)[1] for number in (1, 2, 4, 5)}
+        copies, partials = 2 * width * 4 * 128 * 256, found[2]
+        assert found[5] == union + copies and found[1] == union + (0 if tokens < 1024 else copies)
+        assert found[4] == union + max(partials, 0 if tokens < 1024 else copies) <= 1 << 30
     driver.launches.clear()
 
 

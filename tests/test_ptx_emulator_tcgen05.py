@@ -1,4 +1,4 @@
-"""The PTX emulator's tcgen05: transfers of tensor memory after CUTLASS's layouts, copies and products from the definition."""
+"""The PTX emulator's tcgen05: tensor memory's transfers after CUTLASS's layouts, copies and products by definition."""
 
 import itertools
 import math
@@ -65,8 +65,8 @@ def crd2idx(index, shape, stride):
 
 
 def cute_place(thread, bits, register, repeats):
-    """(lane, column) of bit 32 * register of a thread: the destination layouts of SM100_TMEM_LOAD_16dp<bits>b<N>x (copy_traits_sm100.hpp)
-    give a bit of 16 lanes of N * bits each."""
+    """(lane, column) of bit 32 * register of a thread: the destination layouts of SM100_TMEM_LOAD_16dp<bits>b<N>x
+    (copy_traits_sm100.hpp) give a bit of 16 lanes of N * bits each."""
     row = bits * repeats
     threads = {64: ((2, 2, 8), (8 * row, 32, row)), 128: ((4, 8), (32, row)), 256: ((4, 8), (64, row))}[bits]
     values = {64: ((32, repeats), (1, 64)), 128: ((32, 2, repeats), (1, 8 * row, 128)),
@@ -164,7 +164,8 @@ def descriptor(rows, swizzle, mn_major=False):
 # p0 into shared memory from 1024 on, visible to the tensor core.
 def to_shared(size):
     return f"""
-    ld.param.u64 %rd1, [p0]; shl.b32 %r9, %r2, 4; cvt.u64.u32 %rd2, %r9; add.s64 %rd1, %rd1, %rd2; add.s32 %r10, %r1, %r9;
+    ld.param.u64 %rd1, [p0]; shl.b32 %r9, %r2, 4; cvt.u64.u32 %rd2, %r9; add.s64 %rd1, %rd1, %rd2;
+    add.s32 %r10, %r1, %r9;
     mov.b32 %r11, 0;
     COPY: ld.global.v4.b32 {{%v0, %v1, %v2, %v3}}, [%rd1]; st.shared.v4.b32 [%r10+1024], {{%v0, %v1, %v2, %v3}};
     add.s64 %rd1, %rd1, 2048; add.s32 %r10, %r10, 2048; add.s32 %r11, %r11, 2048; setp.lt.u32 %p4, %r11, {size};
@@ -208,7 +209,7 @@ PAIRS = [("f16", "f16"), ("bf16", "bf16"), *itertools.product(("e4m3", "e5m2"), 
 @pytest.mark.parametrize("m", [64, 128])
 @pytest.mark.parametrize("a_from", ["K-major", "MN-major", "tensor memory"])
 def test_products(policy, a_type, b_type, m, a_from):
-    """Two products, the second added to the first. M = 64: rows 16 w to 16 w + 15 lie in the first lanes of quarter w."""
+    """Two products, the second added to the first. M = 64: rows 16 w to 16 w + 15 lie in quarter w's first lanes."""
     n, kind = 32, "f16" if TYPES[a_type].itemsize == 2 else "f8f6f4"
     k, swizzle = 32 // TYPES[a_type].itemsize, 32
     generator = torch.Generator().manual_seed(m)
@@ -234,7 +235,8 @@ def test_products(policy, a_type, b_type, m, a_from):
     body = f"""{to_shared(len(memory))} {fill} @%p2 bra GIVEN; add.s32 %r13, %r3, 64; mov.b32 %r14, {instruction};
     or.b64 %rd9, %rd5, {descriptor(k if mn else m, swizzle, mn)}; add.s64 %rd10, %rd5, {b_at >> 4};
     or.b64 %rd10, %rd10, {descriptor(n, swizzle)}; setp.ne.b32 %p5, 0, 0; {mma} setp.eq.b32 %p5, 0, 0; {mma}
-    {COMMIT} GIVEN: {WAIT} {transfer("ld", f"32x32b.x{n}", "u", n, "[%r7]")} tcgen05.wait::ld.sync.aligned; {to_global(n)}"""
+    {COMMIT} GIVEN: {WAIT} {transfer("ld", f"32x32b.x{n}", "u", n, "[%r7]")} tcgen05.wait::ld.sync.aligned;
+    {to_global(n)}"""
     run(body, [memory, got, a_words], policy, smem=1024 + len(memory))
     want = 2 * a.double() @ b.double().T
     assert (got.view(torch.float32)[lanes].double() - want).abs().max() <= 1e-5 * want.abs().max()

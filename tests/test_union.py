@@ -47,7 +47,7 @@ def packs_every_parameter(driver):
         base = memory.data_ptr()
         want = [t.data_ptr() for t in (ids, table, cu, used)] + [base + x for x in at[:4]]
         want += [s * 4 for s in ids.stride()] + [9 * 4]
-        want += [20, 3, 7, 4, 5, 7 if page == 128 else 6, 4 * page, int(causal), slots, capacity]
+        want += [20, 3, 7, 4, 5, 7 if page == 128 else 6, 4 * page, int(causal), slots, capacity, 0]
         assert build.params == want
         assert choose.entry == "m3s_union_choice_sm90a_0" and choose.grid == (3, 1, 1)
         assert choose.params == [cu.data_ptr(), base + at[1], base + at[4], 3, slots, 2, 1.5]
@@ -66,7 +66,7 @@ def a_wide_table_keeps_lists_as_long_as_a_tile_can_choose(driver):
         (9, 4, 9),
     ):
         lists(*problem(width=width, topk=topk), True, 2.0)
-        assert driver.launches[-2].params[-1] == capacity, (width, topk)
+        assert driver.launches[-2].params[-2] == capacity, (width, topk)
 
 
 @check

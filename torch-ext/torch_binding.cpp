@@ -344,9 +344,9 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
       splits == 0 || splits == 1 || splits == 2 || splits == 4 || (splits == 16 && block_indices.size(2) <= 16),
       "splits: expected 0 (chosen by shape), 1, 2, 4, or 16 for K <= 16");
   STD_TORCH_CHECK(
-      formulation >= 0 && formulation <= 4,
-      "formulation: expected 0 (chosen by shape), 1 (union tiles), 2 (KV-stationary), 3 (decode) or 4 (1 or 2 "
-      "for each sequence)");
+      formulation >= 0 && formulation <= 5,
+      "formulation: expected 0 (chosen by shape), 1 (union tiles), 2 (KV-stationary), 3 (decode), 4 (1 or 2 "
+      "for each sequence) or 5 (1, a float8 cache widened first)");
   if (all_rows_empty(a)) return;
   // A number of splits is one of the decode kernel.
   const auto wanted = splits == 0 ? static_cast<m3_sparse::Formulation>(formulation) : m3_sparse::Formulation::decode;
@@ -360,7 +360,7 @@ std::tuple<std::int64_t, std::int64_t> aot_attention_plan(Tensor q, Tensor k_cac
   const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, v_cache, block_indices, block_table, cu_seqlens_q,
                                      seqused_k, none, none, 1.0,     causal};
   check_attention(a);
-  STD_TORCH_CHECK(formulation >= 0 && formulation <= 4, "formulation: expected 0 to 4");
+  STD_TORCH_CHECK(formulation >= 0 && formulation <= 5, "formulation: expected 0 to 5");
   const auto plan = m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation));
   return {static_cast<std::int64_t>(plan), m3_sparse::attention_workspace(a, plan)};
 }

@@ -291,8 +291,9 @@ class Decode(HeadTile):
             kv = (*maps, first_key, kv_head)
         else:
             kv = (k_lane, k_page, k_token, v_lane, v_page, v_token)
+        unit = self.unit_of(entries, quarter, end)
         for i in cutlass.range_constexpr(2):
-            self.ask(i, Int32(0), place, kv)
+            self.ask(i, Int32(count > 0), unit, place, kv)
 
         # -- the query, while the keys are under way
         Q, O, state = self.registers()
@@ -331,22 +332,20 @@ class Decode(HeadTile):
     # ---- the ring: a slab for K of a unit and one for V
 
     @cute.jit
-    def ask(self, i: int, unit: Int32, place, kv):
+    def ask(self, i: int, exists: Int32, unit, place, kv):
         """Starts the copy of K (i = 0) or V (i = 1) of a unit into its slab, if there is such a unit."""
-        region, bars, entries, count, quarter, end, lane = place
-        entry = entries + unit * paging.ENTRY_BYTES
+        region, bars, _, _, _, _, lane = place
+        page, visible = unit
         slab = region + i * self.slab
         if cutlass.const_expr(self.by_map):
             k_map, v_map, first_key, kv_head = kv
-            if (unit < count) & (lane == 0):
-                page, visible = self.unit_of(entry, quarter, end)
+            if (exists != 0) & (lane == 0):
                 page = ptx.select(visible > 0, page, Int32(-1))  # outside of the tensor: zeros
                 at = [Int32(0), first_key] + ([] if self.fp8 else [Int32(0)]) + [kv_head, page]
                 smem.mbarrier_expect(bars + i * 8, self.slab)
                 tma.tma_load(slab, [k_map, v_map][i], at, bars + i * 8)
         else:
-            if unit < count:
-                page, visible = self.unit_of(entry, quarter, end)
+            if exists != 0:
                 source, page_bytes, token = kv[3 * i : 3 * i + 3]
                 self.load_unit(slab, source + Int64(page) * page_bytes, token, visible, lane)
             smem.copies_commit()
@@ -368,15 +367,18 @@ class Decode(HeadTile):
         link = Int32(0)
         refilled = self.splits < 16  # with 16 CTAs a row a warp has one unit
         keys, values = region, region + self.slab
+        visible = self.unit_of(entries, quarter, end)[1]
         for u in cutlass.range(count, unroll=1):
-            _, visible = self.unit_of(entries + u * paging.ENTRY_BYTES, quarter, end)
+            # The next unit's place is read before the wait: asking for the unit then costs no latency.
+            more = Int32(u + 1 < count)
+            following = self.unit_of(entries + (u + more) * paging.ENTRY_BYTES, quarter, end)
             self.await_slab(0, bars, u & 1)
             c = self.scores(keys, lane, Q)
             for n in cutlass.range_constexpr(16):
                 S[n] = c[n // 4][n % 4]
             if cutlass.const_expr(refilled):
                 ptx.warp_barrier()  # all lanes have read the slab
-                self.ask(0, u + 1, place, kv)
+                self.ask(0, more, following, place, kv)
             if visible < KEYS:
                 self.mask(S, lane & 3, visible)
             P, m, l = self.probabilities(S, scale)
@@ -390,7 +392,8 @@ class Decode(HeadTile):
             self.add_values(values, lane, P, factor, O)
             if cutlass.const_expr(refilled):
                 ptx.warp_barrier()
-                self.ask(1, u + 1, place, kv)
+                self.ask(1, more, following, place, kv)
+            visible = following[1]
             if cutlass.const_expr(self.splits == 1):
                 link = link + 1
                 if (link == links) | (u + 1 == count):

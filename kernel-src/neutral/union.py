@@ -14,7 +14,8 @@ Output, S slots, H heads; item = head * S + slot
                                  min(max(end + j, 0), length), or below length if not causal
     counts    [H * S] int32      n | distinct << 10 | pairs << 20
     words     [H * S, C] int32   the n entries: block | tokens << 24
-    pages     [H * S, C, 1 or 2] int32   page of the block, or of its two halves; -1: no page (of 64-token pages only)
+    pages     [H * S, C, 1 or 2] int32   page of the block, or of its two halves; -1: no page (of 64-token pages only).
+              With `by_entry`, the number of the page table's entry instead, for K and V that lie in the table's order.
     choice    [B] int32          0 union tiles, 1 KV-stationary
 
 Tile picture
@@ -96,6 +97,7 @@ class UnionLists:
         causal: Int32,
         slots: Int32,
         capacity: Int32,  # entries of an item
+        by_entry: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         group, head, _ = cute.arch.block_idx()
@@ -182,6 +184,9 @@ class UnionLists:
                 page_a = ptx.select(page_a < pages, ptx.maximum_i32(page_a, Int32(-1)), Int32(-1))
                 page_b = ptx.select(page_b < pages, ptx.maximum_i32(page_b, Int32(-1)), Int32(-1))
                 good = Int32(valid & ((page_a & page_b) != -1))
+                first_entry = own * page_width
+                page_a = ptx.select((by_entry != 0) & (page_a >= 0), first_entry + entry, page_a)
+                page_b = ptx.select((by_entry != 0) & (page_b >= 0), first_entry + second, page_b)
                 votes = ptx.ballot(good)
                 position = kept + ptx.count_bits(votes & ptx.lanes_below())
                 if good != 0:
@@ -243,6 +248,7 @@ class UnionLists:
         causal: Int32,
         slots: Int32,
         capacity: Int32,
+        by_entry: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -268,6 +274,7 @@ class UnionLists:
             causal,
             slots,
             capacity,
+            by_entry,
         ).launch(
             grid=[cute.ceil_div(slots, WARPS), 1, 1],
             block=[32 * WARPS, 1, 1],
@@ -342,7 +349,7 @@ class UnionChoice:
 
 
 def programs():
-    lists = [Int64(16)] * 12 + [Int32(1)] * 10
+    lists = [Int64(16)] * 12 + [Int32(1)] * 11
     choice = [Int64(16)] * 3 + [Int32(1)] * 3 + [Float32(1.0)]
     return [
         Program("union_lists", UnionLists(), lists),

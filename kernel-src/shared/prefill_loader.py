@@ -128,11 +128,7 @@ class TileLoader:
             if lane == 0:
                 smem.mbarrier_expect(q_full, present * (self.rows * 256))
             ptx.warp_barrier()
-            entry_here = ptx.shuffle(entry, lane >> 1)
-            if (lane < 2 * self.tokens) & (entry_here >= 0):
-                target = base + self.q_at + stage * TILE_BYTES + (lane & 1) * HALF + (lane >> 1) * (self.rows * 128)
-                at = [(lane & 1) * 64, head * group, first_token + (entry_here >> 5)]
-                tma.tma_load(target, q_map, at, q_full, q_policy)
+            self.ask_for_queries(base, lane, stage, q_map, entry, head * group, first_token, q_policy)
 
             if is_new:
                 landed = self.load_values(
@@ -153,6 +149,28 @@ class TileLoader:
             if lane == 0:
                 smem.store_i32(base + self.raw_meta, Int32(-1))
                 hopper.mbarrier_arrive(self.bar(base, "raw_full", 0))
+
+    def ask_for_queries(self, *where):
+        self.gather_queries(*where)
+
+    @cute.jit
+    def gather_queries(
+        self,
+        base: Int32,
+        lane: Int32,
+        stage: Int32,
+        q_map: Int64,
+        entry: Int32,
+        head: Int32,  # query head
+        first_token: Int32,
+        q_policy: Int64,
+    ):
+        """Half a token's queries a lane; `entry` of the token in its lane."""
+        entry_here = ptx.shuffle(entry, lane >> 1)
+        if (lane < 2 * self.tokens) & (entry_here >= 0):
+            target = base + self.q_at + stage * TILE_BYTES + (lane & 1) * HALF + (lane >> 1) * (self.rows * 128)
+            at = [(lane & 1) * 64, head, first_token + (entry_here >> 5)]
+            tma.tma_load(target, q_map, at, self.bar(base, "q_full", stage), q_policy)
 
     def load_entry(self, entries, tile, packed, lane, ok):
         present = Int32(lane < ptx.minimum_i32(packed >> 16, Int32(self.tokens))) & ok

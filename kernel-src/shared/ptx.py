@@ -53,6 +53,11 @@ def load_16_bytes_if(address, ok):
     return asm(text, "rrrr", "lr", [address, ok])
 
 
+def load_8_bytes(address):
+    """Two 32-bit words from an 8-byte aligned address."""
+    return asm("ld.global.nc.v2.b32 {$0, $1}, [$2];", "rr", "l", [address])
+
+
 def store_words(address, words):
     """One, two or four 32-bit words in one access."""
     vector = {1: "", 2: ".v2", 4: ".v4"}[len(words)]

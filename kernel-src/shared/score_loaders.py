@@ -212,9 +212,7 @@ class ScoreLoaders:
                         if lane == 0:
                             target = base + stage * self.stage_bytes
                             flags = base + self.flags_at + stage * 4
-                            self.load_keys(
-                                map_k, target, self.full(base, stage), flags, pages, key, in_page, num_pages
-                            )
+                            self.load_keys(map_k, target, self.full(base, stage), flags, pages, key, in_page, num_pages)
                     key = key + BLOCK
                     stage = stage + 1
                     if stage == (self.stored_stages if self.widen else self.stages):

@@ -1,7 +1,8 @@
 """What feeds the consumers of sm90/prefill_union.py: shared memory, mbarriers, and the warps that load.
 
 The list warp looks at 32 tiles at a time, leaves out empty ones and those of requests that take the other formulation,
-and publishes one tile after the other: a record and, for each consumer warpgroup, the blocks that one of its 4 tokens
+and publishes one tile after the other. Where a CTA has few tiles, it takes every second one by its number of blocks, so
+that all CTAs end at about the same time. What is published: a record and, for each consumer warpgroup, the blocks that one of its 4 tokens
 chose. Two records and lists take turns. Everybody else follows what is published; a negative number of blocks is the end.
 
 A 16-bit cache is copied by tensor map to where wgmma reads it, K and V by a warp each. A float8 cache is copied as it is
@@ -23,6 +24,8 @@ RECORD = 64
 RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
 WIDENERS = 2  # warps an operand
 LOADS_AHEAD = 2
+# Tiles given out in pairs: at most so many rounds of one tile a CTA. Keys of a round: blocks << 8 | CTA, 5 a lane.
+PAIRED_ROUNDS, PER_LANE, KEY_BITS = 16, 5, 18
 # Words of a record in shared memory.
 COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
 # Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
@@ -363,9 +366,15 @@ class UnionLoaders:
         buffer, turn = Int32(0), Int32(1)
         wide = 7 - page_bits
         total = slots * heads
-        for position in cutlass.range(cta, total, 32 * ctas, unroll=1):
-            # -- 32 tiles at once: which of them are this kernel's
-            votes = ptx.ballot(self.is_mine(tiles, choice, position + lane * ctas, slots, total, requests))
+        paired = self.is_paired(choice, total, requests, ctas)
+        step = ptx.select(paired != 0, Int32(1), Int32(32))  # rounds
+        for first_round in cutlass.range(0, (total + ctas - 1) // ctas, step, unroll=1):
+            # -- 32 tiles at once, or one: which of them are this kernel's
+            position = first_round * ctas + cta
+            if (paired & first_round) != 0:  # an odd one
+                position = first_round * ctas + self.partner(counts, slots, total, first_round * ctas, cta, ctas, lane)
+            valid = Int32((lane < step) & (position + lane * ctas < total))
+            votes = ptx.ballot(self.is_mine(tiles, choice, position + lane * ctas, valid, slots, requests))
             while votes != 0:
                 x = position + ptx.count_bits((votes & -votes) - 1) * ctas
                 votes = votes & (votes - 1)
@@ -416,12 +425,57 @@ class UnionLoaders:
             smem.store_i32x4(base + self.records_at + buffer * RECORD, [Int32(-1)] * 4)
             hopper.mbarrier_arrive(base + self.barriers["list_full"] + buffer * 8)
 
-    def is_mine(self, tiles, choice, x, slots, total, requests):
+    @cute.jit
+    def is_paired(self, choice: Int64, total: Int32, requests: Int32, ctas: Int32):
+        """Whether tiles are given out in pairs; the same for all CTAs. Not where another formulation may take some."""
+        paired = Int32((total <= PAIRED_ROUNDS * ctas) & (total > ctas) & (ctas <= 32 * PER_LANE))
+        if choice != 0:
+            paired = ptx.select(requests == 1, paired, Int32(0)) & (ptx.load_i32(choice) ^ 1)
+        return paired
+
+    def costs(self, counts, slots, total, first, ctas, lane):
+        """Of the tiles of a round: what they take, above their numbers; -1 in a lane that has none."""
+        places = []
+        for i in range(PER_LANE):
+            x = first + i * 32 + lane
+            valid = Int32((i * 32 + lane < ctas) & (x < total))
+            head = ptx.divide_u32(ptx.select(valid != 0, x, Int32(0)), slots)
+            slot = slots - 1 - (x - head * slots)
+            item = Int64(head) * Int64(slots) + Int64(slot)
+            places.append((counts + item * 4, valid, 0))
+        words = ptx.load_i32_batch(places)
+        keys = [((((w >> 10) & 1023) + (w & 1023)) << 8) | (i * 32 + lane) for i, w in enumerate(words)]
+        return [ptx.select(i * 32 + lane < ctas, key, Int32(-1)) for i, key in enumerate(keys)]
+
+    @cute.jit
+    def partner(self, counts: Int64, slots: Int32, total: Int32, first: Int32, cta: Int32, ctas: Int32, lane: Int32):
+        """Which tile of the round that starts at `first` this CTA takes: after the n-th lightest of the round before,
+        the n-th heaviest."""
+        before = self.costs(counts, slots, total, first - ctas, ctas, lane)
+        keys = self.costs(counts, slots, total, first, ctas, lane)
+        own = Int32(-1)
+        for i in cutlass.range_constexpr(PER_LANE):
+            own = ptx.select(i * 32 + lane == cta, before[i], own)
+        own = -ptx.warp_min(-own)
+        lighter = Int32(0)
+        for key in before:
+            lighter = lighter + Int32((key >= 0) & (key < own))
+        rank = ptx.warp_sum(lighter)
+        # The largest number that more than `rank` keys reach: one of them.
+        found = Int32(0)
+        for i in cutlass.range(KEY_BITS, unroll=1):
+            candidate = found | (Int32(1 << (KEY_BITS - 1)) >> i)
+            reach = Int32(0)
+            for key in keys:
+                reach = reach + Int32(key >= candidate)
+            found = ptx.select(ptx.warp_sum(reach) > rank, candidate, found)
+        return found & 255
+
+    def is_mine(self, tiles, choice, x, valid, slots, requests):
         """Whether a tile has tokens and their request takes this formulation."""
-        valid = x < total
-        x = ptx.select(valid, x, Int32(0))
+        x = ptx.select(valid != 0, x, Int32(0))
         record = tiles + Int64(slots - 1 - (x - ptx.divide_u32(x, slots) * slots)) * 32
-        tile_tokens, request = ptx.load_i32_batch([(record + at, Int32(valid), 0) for at in (4, 16)])
+        tile_tokens, request = ptx.load_i32_batch([(record + at, valid, 0) for at in (4, 16)])
         listens = (choice != 0) & (request < requests)
         at = choice + Int64(ptx.select(listens, request, Int32(0))) * 4
         other = ptx.load_i32_if(at, Int32(listens), 0)

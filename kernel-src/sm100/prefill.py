@@ -16,9 +16,9 @@ Tile picture
     multiplies for one, the softmax of the other runs.
 
 Roles (512 threads, one CTA an SM; a CTA takes an equal contiguous range of the chunk's tiles)
-    warp 0        lists, K, V and Q to shared memory (shared/prefill_loader.py)
+    warp 0        lists, K and V, and with an fp8 cache Q, to shared memory (shared/prefill_loader.py)
     warp 1        issues the products: Q K of a tile, two tiles behind it P V; owns the tensor memory
-    warps 2, 3    fp8: widen K and V; otherwise idle
+    warps 2, 3    fp8: widen K and V; otherwise warp 3 gathers Q, so that its instructions are another scheduler's
     warps 4-7     combine an earlier chunk (shared/partials.py)
     warps 8-11    softmax of the CTA's tiles 0, 2, ... and their partials out; warps 12-15: of tiles 1, 3, ...
 
@@ -40,8 +40,8 @@ Exponentials
 
 Budget (a tile, clocks of an SM at B200's rates; counted in the machine code, not measured)
     Products 1,024. Exponentials 896. L2: 32 KiB of Q in, 32 of partials out, 32 of the chunk before in, 64 of K and V a run:
-    1,120 at 24 TB/s. Instructions of a scheduler: softmax and output 632, combination 430; beside them the loader's 325
-    on one, the multiplier's 180 on another.
+    1,120 at 24 TB/s. Instructions of a scheduler: softmax and output 632, combination 430; beside them, each on
+    another, the loader's 170, the multiplier's 180 and the gatherer's 170 (fp8: the loader's 330).
 """
 
 import os
@@ -57,7 +57,7 @@ from shared.prefill_loader import HALF, KV_STAGES, LAST, META_BYTES, NEW, TILE_B
 from shared.program import Program
 
 THREADS = 512
-MULTIPLIER, FIRST_WIDENER, FIRST_COMBINER, FIRST_CONSUMER = 1, 2, 4, 8  # warps
+MULTIPLIER, FIRST_WIDENER, GATHERER, FIRST_COMBINER, FIRST_CONSUMER = 1, 2, 3, 4, 8  # warps
 WIDENERS = 2  # warps
 GROUP_WARPS = 4  # of the softmax of a tile
 REGISTERS = (32, 80, 200)  # a thread: loading and multiplying, combining, softmax; of 65,536 / 128 in all
@@ -80,7 +80,8 @@ class Prefill(TileLoader):
         self.polynomial = POLYNOMIAL if os.environ.get("CUTE_DSL_ARCH") == "sm_100a" else 0
         self.tile_bars = {name: self.dynamic_smem + 16 * i for i, name in enumerate(["s_full", "p_ready", "o_full"])}
         self.drained, self.slot = self.dynamic_smem + 48, self.dynamic_smem + 56
-        self.dynamic_smem += 64
+        self.mbarrier["q_asked"] = self.dynamic_smem + 64
+        self.dynamic_smem += 96
 
     def tile_bar(self, base, name, which):
         return base + self.tile_bars[name] + which * 8
@@ -217,6 +218,10 @@ class Prefill(TileLoader):
                     if cutlass.const_expr(self.fp8):
                         if warp >= FIRST_WIDENER:
                             self.widen_blocks(base, thread - FIRST_WIDENER * 32, lane)
+                    else:
+                        if warp == GATHERER:
+                            where = (first_head, first_token, group)
+                            self.gather(base, lane, stop - first, tma.map_address(q_map), *where, q_policy)
             else:
                 hopper.take_registers(REGISTERS[2])
                 if first < stop:
@@ -235,7 +240,8 @@ class Prefill(TileLoader):
 
     def make_mbarriers(self, base):
         for stage in range(self.q_stages):
-            smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
+            smem.mbarrier_init(self.bar(base, "q_asked", stage), 1)
+            smem.mbarrier_init(self.bar(base, "q_full", stage), 1 if self.fp8 else 2)
             smem.mbarrier_init(self.bar(base, "q_empty", stage), 1 + GROUP_WARPS)
         for stage in range(KV_STAGES):
             smem.mbarrier_init(self.bar(base, "kv_full", stage), WIDENERS if self.fp8 else 1)
@@ -248,6 +254,37 @@ class Prefill(TileLoader):
             smem.mbarrier_init(self.tile_bar(base, "o_full", which), 1)
         smem.mbarrier_init(base + self.v_landed, 1)
         smem.mbarrier_init(base + self.drained, 2 * GROUP_WARPS)
+
+    # ---- warp 3 of a 16-bit cache: Q
+
+    def ask_for_queries(self, base, lane, stage, *where):
+        """Of warp 0, once it has said what lies in a stage."""
+        if self.fp8:
+            return self.gather_queries(base, lane, stage, *where)
+        hopper.mbarrier_arrive_if(self.bar(base, "q_asked", stage), Int32(lane == 0))
+
+    @cute.jit
+    def gather(
+        self,
+        base: Int32,
+        lane: Int32,
+        tiles: Int32,
+        q_map: Int64,
+        first_head: Int32,
+        first_token: Int32,
+        group: Int32,
+        q_policy: Int64,
+    ):
+        stage, parity = Int32(0), Int32(0)
+        for _ in cutlass.range(tiles, unroll=1):
+            smem.mbarrier_wait(self.bar(base, "q_asked", stage), parity)
+            meta = base + self.meta_at + stage * META_BYTES
+            entry = smem.load_i32(meta + (lane & (self.tokens - 1)) * 4)
+            head = (first_head + (smem.load_i32(meta + 64) >> 8)) * group
+            self.gather_queries(base, lane, stage, q_map, entry, head, first_token, q_policy)
+            ptx.warp_barrier()
+            hopper.mbarrier_arrive_if(self.bar(base, "q_full", stage), Int32(lane == 0))
+            stage, parity = self.next_stage(stage, parity, 1)
 
     # ---- warp 1: products
 

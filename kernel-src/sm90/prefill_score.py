@@ -25,7 +25,7 @@ Roles (384 threads)
                   under the other's MMAs. The maximum over 128 keys: 32 columns in the thread, by their bits and three
                   at a time, then two exchanges, after which every thread has one row. It keeps that row's list
                   (ranking.py). A warp inserts where one of its 32 rows has a better block, which in a list's first
-                  hundreds of blocks is nearly always; fp8 lists insert when a row has a second one waiting.
+                  hundreds of blocks is nearly always; fp8 lists insert when a row has a third one waiting.
 
 Order
     A score depends on its row and block only. Selection is exact in (fp32 score, lower id), so neither the cut nor the
@@ -86,7 +86,7 @@ class Consumer(NamedTuple):
     best_keys: cute.Tensor
     best_ids: cute.Tensor
     maxima: cute.Tensor  # of two rows a tile
-    waiting: cute.Tensor  # (key, id) of a block not yet in the list
+    waiting: cute.Tensor  # (key, id) of two blocks not yet in the list, the second only beside a first
     undo: cute.Tensor  # factor of the row's scores
 
 
@@ -169,7 +169,7 @@ class PrefillScore(ScoreLoaders):
         limited: cutlass.Constexpr,
         best_keys: cute.Tensor,
         best_ids: cute.Tensor,
-        waiting: cute.Tensor,  # (key, id) of a block not yet in the list
+        waiting: cute.Tensor,  # (key, id) of two blocks not yet in the list
         undo: cute.Tensor,
         odd: cutlass.Boolean,
         upper: cutlass.Boolean,
@@ -198,13 +198,15 @@ class PrefillScore(ScoreLoaders):
             if cutlass.const_expr(limited):
                 key = ptx.select(block < limit, key, Int32(select.NONE))
             if cutlass.const_expr(self.waits):
-                # A warp inserts when one of its rows has a second block waiting, then for all rows.
+                # A warp inserts when one of its rows has a third block waiting, then the first one of all rows.
                 better = key > best_keys[self.length - 1]
-                if ptx.any_lane(better & (waiting[0] != select.NONE)):
+                if ptx.any_lane(better & (waiting[2] != select.NONE)):
                     ranking.insert(best_keys, best_ids, self.length, waiting[0], waiting[1])
-                    waiting[0] = Int32(select.NONE)
+                    waiting[0], waiting[1], waiting[2] = waiting[2], waiting[3], Int32(select.NONE)
+                empty = waiting[0] == select.NONE
                 if better:
-                    waiting[0], waiting[1] = key, block
+                    waiting[2], waiting[3] = ptx.select(empty, Int32(select.NONE), key), block
+                    waiting[0], waiting[1] = ptx.select(empty, key, waiting[0]), ptx.select(empty, block, waiting[1])
             elif key > best_keys[self.length - 1]:
                 ranking.insert(best_keys, best_ids, self.length, key, block)
 
@@ -316,7 +318,7 @@ class PrefillScore(ScoreLoaders):
         shapes = tiled.partition_shape_A((64, DIMS)), tiled.partition_shape_C((64, BLOCK))
         queries = [cute.make_rmem_tensor(shapes[0], self.mma_type) for _ in range(self.tiles)]
         accumulators = [cute.make_rmem_tensor(shapes[1], Float32) for _ in range(self.tiles)]
-        sizes = ((max(self.length, 1), Int32), (max(self.length, 1), Int32), (2 * self.tiles, Float32), (2, Int32))
+        sizes = ((max(self.length, 1), Int32), (max(self.length, 1), Int32), (2 * self.tiles, Float32), (4, Int32))
         registers = [cute.make_rmem_tensor(cute.make_layout(n), x) for n, x in (*sizes, (1, Float32))]
         t = lane & 3
         odd, upper = (t & 1) == 1, t > 1
@@ -356,7 +358,7 @@ class PrefillScore(ScoreLoaders):
                     hopper.mbarrier_arrive(self.query_empty(base))
                 if cutlass.const_expr(not self.score_mode):
                     ranking.clear(own.best_keys, own.best_ids, self.length)
-                    own.waiting[0] = Int32(select.NONE)
+                    own.waiting[0], own.waiting[2] = Int32(select.NONE), Int32(select.NONE)
                 # Blocks before the first row's own are seen whole by all rows; those before its forced ones are
                 # candidates of all rows.
                 whole_end = (position + 1) >> 7
@@ -380,7 +382,9 @@ class PrefillScore(ScoreLoaders):
                 if cutlass.const_expr(self.late):
                     self.settle(own.maxima, last - 1, limit, True, *settle)
                 if cutlass.const_expr(self.waits):
-                    ranking.insert(own.best_keys, own.best_ids, self.length, own.waiting[0], own.waiting[1])
+                    for i in cutlass.range_constexpr(2):
+                        waiting = (own.waiting[2 * i], own.waiting[2 * i + 1])
+                        ranking.insert(own.best_keys, own.best_ids, self.length, *waiting)
                 if cutlass.const_expr(not self.score_mode):
                     place = (out, parts, out_token_stride, out_head_stride, out_slot_stride, vectors, record)
                     lists = (own.best_keys, own.best_ids, row, own.t, head_shift)
@@ -434,6 +438,7 @@ class PrefillScore(ScoreLoaders):
             for i in cutlass.range_constexpr(self.tiles):
                 warpgroup.wait_group(self.tiles - 1 - i)
                 if cutlass.const_expr(i == self.tiles - 1):
+                    cute.arch.sync_warp()  # all lanes have read the flags
                     if lane == 0:
                         hopper.mbarrier_arrive(self.empty(base, stage))
                 if cutlass.const_expr(not masked):

@@ -9,7 +9,8 @@ Tile picture
     S = Q K^T: m64n128k16, 64 rows = 4 tokens; a warp's 16 rows are one token, so what a token may see is the same for a
     warp. O += P V with P from registers. Two such warpgroups share K and V.
 
-Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other")
+Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other";
+       where they are few, every second one by its number of blocks: shared/union_loaders.py)
     loaders      4 warps, and 4 that widen float8: shared/union_loaders.py.
     consumers    2 x 4 warps. Q K of the next block is under way while the softmax of this one waits for P V.
                  Blocks that none of a warpgroup's tokens chose are passed on: it waits for "full" and releases.
@@ -24,7 +25,8 @@ What may hold anything
     to other requests and are not written.
 
 Float8 caches
-    Widened to fp16, so Q is fp16 too: the consumers turn bf16 rows into fp16 in place, each by a power of two.
+    Widened to fp16, here or before (sm90/prefill_widen.py), so Q is fp16 too: the consumers turn bf16 rows into fp16 in
+    place, each by a power of two.
 
 Deadlock rule
     Q K of the next block is issued before P V of this one. Over a gap of more positions than there are stages the K
@@ -256,7 +258,7 @@ class PrefillUnion(UnionLoaders):
             if total > 0:
                 smem.mbarrier_wait(base + self.barriers["q_full"], q_parity)
                 q_parity = q_parity ^ 1
-                if cutlass.const_expr(self.fp8):
+                if cutlass.const_expr(self.mma_dtype == "f16"):
                     if bf16_query != 0:
                         self.widen_query(base + self.q_at + token * GROUP * 128, state, lane)
                         hopper.named_barrier(group + 1, 128)
@@ -337,8 +339,6 @@ class PrefillUnion(UnionLoaders):
     def pair(self, values, bf16_query):
         if self.dtype == "bf16":
             return ptx.pack_bf16(*values)
-        if self.dtype == "f16":
-            return ptx.pack_fp16(*values)
         return ptx.select(bf16_query != 0, ptx.pack_bf16(*values), ptx.pack_fp16(*values))
 
     # ---- the kernel

@@ -33,7 +33,7 @@ SYNCCHECK_CLUSTER, SYNCCHECK_TAKES_ALL = 8, (2026, 4)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STORED, FUSED = 2, 3  # ways of select_blocks
-BY_SEQUENCE = 4  # a formulation of sparse_attention
+BY_SEQUENCE, WIDENED = 4, 5  # formulations of sparse_attention
 
 
 def close(got, want, tolerance=2e-2):
@@ -180,6 +180,8 @@ class Sweep:
             for token in range(12):
                 ids[9 + token] = (torch.arange(4, dtype=torch.int32) * 3 + token) % old
             self.attend_by("sparse_attention", inputs, 0, True, BY_SEQUENCE)
+            if kept.itemsize == 1:
+                self.attend_by("sparse_attention", inputs, 0, True, WIDENED)
         for query, kept in ((BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), (FP16, E5M2)):
             for group in (16, 8):
                 topk = 20 if (query, kept) in ((BF16, E4M3), (FP16, E4M3)) else 4

@@ -6,19 +6,9 @@ import cases
 import pytest
 import torch
 from contiguous import LAYOUTS, contiguous
+from test_decode_gpu import BF16, DEVICE, E4M3, E5M2, FP16, on_gpu
 
 import m3_sparse
-
-DEVICE = "cuda"
-BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def on_gpu(x):
-    """The same view of a copy of the whole storage, so that strides and ends arrive as they are."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    storage = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).to(DEVICE).untyped_storage()
-    return torch.empty(0, dtype=x.dtype, device=DEVICE).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 def problem(layout, **options):

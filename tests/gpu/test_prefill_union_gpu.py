@@ -12,7 +12,7 @@ import oracle
 import pytest
 import test_decode_gpu as decode
 import torch
-from test_decode_gpu import BF16, DTYPES, E4M3, FP16, assert_close, assert_same, exact, on_gpu
+from test_decode_gpu import BF16, DTYPES, E4M3, E5M2, FP16, assert_close, assert_same, exact, on_gpu
 
 import m3_sparse
 from m3_sparse import ops
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import selections  # noqa: E402
 
 DEVICE = "cuda"
-UNION, KV_STATIONARY, DECODE, BY_SEQUENCE = 1, 2, 3, 4
+UNION, KV_STATIONARY, DECODE, BY_SEQUENCE, WIDENED = 1, 2, 3, 4, 5
 THRESHOLD = 2.0
 NAN = float("nan")
 
@@ -298,6 +298,32 @@ def test_bytes_past_the_length_change_no_bit(kv, page):
             byte = int(torch.full((1,), fill).to(kv).view(integer))
             x.view(integer).transpose(1, 2)[~seen] = byte
         assert_same(run((args[0], *caches, *args[3:]), options), want, f"tail of {fill}")
+
+
+# ---- a float8 cache that is widened first
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("kv", [E4M3, E5M2])
+@pytest.mark.parametrize("q", [BF16, FP16])
+def test_a_cache_that_is_widened_first_changes_no_bit(q, kv, page):
+    """Fewer than 1,024 tokens are too few for it unless it is forced."""
+    args, options = problem([900, 0, 70, 9], [5000, 300, 9001, 9], kv=kv, q=q, page=page, heads=2, seed=14)
+    args[4][0, 3], args[4][2, 5] = -1, 512
+    want = run(args, options)
+    for _ in range(2):
+        assert_same(run(args, options, WIDENED), want, "widened")
+    assert_close(want, exact(args, options))
+
+
+@pytest.mark.parametrize("kv", [E4M3, E5M2])
+def test_a_cache_is_widened_for_the_requests_that_take_union_tiles(kv):
+    q_lens, kv_lens = [900, 700], [10000, 10000]
+    args, options = problem(q_lens, kv_lens, ["random", "correlated"], kv=kv, heads=2, seed=15)
+    parts = [run(args, options, f) for f in (UNION, KV_STATIONARY, BY_SEQUENCE)]
+    assert_close(parts[2], exact(args, options))
+    for (first, last), want in (((0, 900), parts[1]), ((900, 1600), parts[0])):
+        assert_same(tuple(x[first:last] for x in parts[2]), tuple(x[first:last] for x in want), f"rows from {first}")
 
 
 # ---- the choice

@@ -7,8 +7,9 @@ or in two parts, because the emulator needs no GPU and the GPU's machine no comp
     python tests/ptx_emulator/agreement.py record --file FILE --variant build/torch-stable-abi...
     python tests/ptx_emulator/agreement.py compare --file FILE --variant build/torch-stable-abi...
 
-`record` runs the calls of agreement_calls.py in the emulator and writes arguments, results and the programs launched; it
-fails unless every SM90 program was. `--device sm_100` takes the programs of that card instead, and only says which were not. `compare` repeats the calls on the GPU and prints, for each kind of call and output
+`record` runs the calls of agreement_calls.py in the emulator and writes arguments, results and the programs launched;
+it fails unless every SM90 program was. `--device sm_100` takes the programs of that card instead, and only says which
+were not. `compare` repeats the calls on the GPU and prints, for each kind of call and output
 and for each program, how many elements differ and by how many ulps at most. It fails if anything differs in a bit where
 the arithmetic is exact, or by more than stated here where it isn't.
 """
@@ -25,7 +26,7 @@ import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 # By the kind of data (agreement_calls.py): most ulps of the output's dtype, at the largest of its row; none where it is
-# exact. Not exact are ex2, lg2 and rcp (float.cpp) and the order and width of sums inside a matrix instruction (mma.cpp).
+# exact. Not exact are ex2, lg2 and rcp (float.cpp), and the order and width of sums in a matrix instruction (mma.cpp).
 ALLOWED_ULPS = {
     "dyadic": {torch.bfloat16: 1, torch.float16: 1, torch.float32: 4},
     "normal": {torch.bfloat16: 1, torch.float16: 1, torch.float32: 16},
@@ -108,7 +109,7 @@ def allowed(kind, dtype, fp8_queries):
 
 
 class Table:
-    """Per key: outputs compared, their elements, those that differ in bits, the largest error and the largest allowed."""
+    """Per key: outputs compared, their elements, those whose bits differ, the largest error and the largest allowed."""
 
     def __init__(self, *columns):
         self.columns, self.rows = [*columns, "outputs", "elements", "bits differ", "worst, ulps", "allowed"], {}

@@ -106,7 +106,7 @@ def prefill_selections():
 
 
 def attention_case(kind, q_lens, kv_lens, dtypes, **options):
-    """A case and its softmax scale. Where `kind` is exact the ids are too, and lengths must be a power of two blocks."""
+    """A case and its softmax scale. Where it is exact the ids are too, and lengths must be a power of two blocks."""
     q, kv = dtypes
     scales = "head" if kv.itemsize == 1 else None
     data = "normal" if kind == "normal" else "int"

@@ -1,7 +1,7 @@
 """Which basic blocks of the shipped programs have run, and why the others can't.
 
-The last test of a file calls `Emulation.check_coverage`, which leaves a record in build/ptx_emulator/coverage. The table
-of docs/ptx_emulator.md, after a run of all tests/test_emulated_*.py:
+The last test of a file calls `Emulation.check_coverage`, which leaves a record in build/ptx_emulator/coverage. The
+table of docs/ptx_emulator.md, after a run of all tests/test_emulated_*.py:
 
     python tests/ptx_emulator/coverage.py
 """

@@ -4,12 +4,20 @@ A mutant is a text with one edit: a wait, fence, commit or arrival dropped, a pa
 swizzle or offset changed. `judge` runs it under several policies until something is wrong.
 """
 
+import json
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
-from . import launch as emulator
-from .parser import Unsupported
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # this folder's modules have common names
+
+from ptx_emulator import launch as emulator
+from ptx_emulator.parser import Unsupported
+
+RECORDS = Path(__file__).resolve().parents[2] / "build" / "ptx_emulator" / "faults"
 
 GUARD = r"(?:@!?[%\w$]+\s+)?"
 # Policies in the order in which they are tried.
@@ -29,7 +37,8 @@ POLICIES = (
 class Mutant:
     kind: str
     line: int
-    text: str
+    text: str  # of the whole program
+    edited: str  # the instruction as it was
 
 
 def dropped(match):
@@ -80,7 +89,8 @@ def other_constant(match):
 
 
 WAIT = r"mbarrier\.(?:try|test)_wait\S*\s+([%\w$]+),\s*(\[[^\]]*\]),\s*([%\w$]+)(\s*,[^;]*;|\s*;)"
-LARGE = r"(?<![\w%])-?\d{18,20}(?!\w)"
+LARGE = r"(?<![\w%])-?\d{18,20}(?!\w)"  # a descriptor without its start
+UPPER = r"(?<=, )10737(?!41824)\d{5}(?=;)"  # the upper half of Hopper's with a swizzle of 128 bytes
 # (kind, pattern, edit, most mutants of the kind)
 CATALOGUE = [
     ("barrier dropped", GUARD + r"(?:bar|barrier)\.(?:cta\.)?(?:sync|arrive)(?:\.aligned)?\s[^;]*;", dropped, 99),
@@ -100,6 +110,8 @@ CATALOGUE = [
     ("arrival count", GUARD + r"(mbarrier\.init[^;\]]*\],)\s*([%\w$]+);", plus(1), 10),
     ("descriptor swizzle", LARGE, toggled(3 << 62), 6),
     ("descriptor stride", LARGE, toggled(1 << 34), 6),
+    ("descriptor swizzle", UPPER, toggled(3 << 30), 6),
+    ("descriptor stride", UPPER, toggled(1 << 2), 6),
     ("swizzle constant", r"(xor\.b32\s+[%\w$]+,\s*[%\w$]+,\s*)(16|32|48|64|80|96|112);", other_constant, 8),
     ("shared load moved", r"(ld\.shared[.\w]*\s+[^;\[]*)\[([%\w$]+)(?:\+(\d+))?\]", moved(16), 8),
     ("shared store moved", r"(st\.shared[.\w]*\s+)\[([%\w$]+)(?:\+(\d+))?\]", moved(16), 8),
@@ -120,6 +132,12 @@ def limited(policy, instructions=3_000_000):
     return made
 
 
+def replaced(text, match):
+    """Whether what follows throws the upper half of a 64-bit constant away, as CuTe does when it adds an address."""
+    halves = re.match(r"[^;\n]*;\s*mov\.b64\s+\{[%\w]+, ([%\w]+)\}", text[match.end() :])
+    return bool(halves) and len(re.findall(re.escape(halves[1]) + r"\b", text)) == 1
+
+
 def executed_lines(program):
     """PTX lines of the blocks that have run."""
     hits, lines = program.core.hits(), set()
@@ -138,11 +156,14 @@ def mutants(text, program):
         found = []
         for match in re.finditer(pattern, text):
             line = text.count("\n", 0, match.start()) + 1
+            if pattern == LARGE and replaced(text, match):
+                continue
             if line in lines and (pattern != WAIT or line in waits):
                 found.append((line, match))
         step = -(-len(found) // most)
         for line, match in found[:: step or 1]:
-            result.append(Mutant(kind, line, text[: match.start()] + edit(match) + text[match.end() :]))
+            changed = text[: match.start()] + edit(match) + text[match.end() :]
+            result.append(Mutant(kind, line, changed, " ".join(match[0].split())))
     return result
 
 
@@ -174,3 +195,28 @@ def table(verdicts):
                     + ", ".join(f"{what} {n}" for what, n in by.most_common()) + " |")  # fmt: skip
     total = sum(v is not None for _, v in verdicts)
     return "\n".join([*rows, f"| all | {len(verdicts)} | {total} | |"])
+
+
+def record(name, verdicts):
+    """Keeps what noticed a program's mutants in build/, for the tables of the documentation."""
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    rows = [(mutant.kind, mutant.line, mutant.edited, by) for mutant, by in verdicts]
+    (RECORDS / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def main():
+    """The tables: by kind, by program, and what nothing noticed."""
+    every, programs, left = [], [], []
+    for path in sorted(RECORDS.glob("*.json")):
+        rows = json.loads(path.read_text())
+        every += [(Mutant(kind, line, "", ""), by) for kind, line, _, by in rows]
+        seen = sum(by is not None for *_, by in rows)
+        programs.append(f"| {path.stem} | {len(rows)} | {seen} |")
+        left += [f"| {path.stem} | {line} | {kind} | `{edited}` |" for kind, line, edited, by in rows if by is None]
+    print(table(every))
+    print("\n| program | mutants | noticed |\n|---|---|---|", *programs, sep="\n")
+    print("\n| not noticed in | PTX line | fault | at |\n|---|---|---|---|", *left, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

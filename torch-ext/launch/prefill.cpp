@@ -1,8 +1,10 @@
 #include "prefill.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
+#include "cache.h"
 #include "cubins.h"
 #include "launch.h"
 #include "prefill_kv_stationary.h"
@@ -43,6 +45,12 @@ Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
                                          ? kv_stationary_refuses(a)
                                          : "the KV-stationary prefill isn't compiled for this compute capability";
   switch (wanted) {
+    case Formulation::union_widened:
+      require(launch::available(cubins::prefill_widen_e4m3, device) ? nullptr
+                                                                    : "only kernels of SM90 widen a cache first");
+      require(a.k_cache.element_size() == 1 && !has_slots(a.k_cache) ? nullptr
+                                                                     : "only a float8 cache of pages is widened");
+      [[fallthrough]];
     case Formulation::union_tiles:
       require(unions_refuse);
       return wanted;
@@ -66,20 +74,25 @@ Formulation plan_attention(const DecodeArguments& a, Formulation wanted) {
 }
 
 std::int64_t attention_workspace(const DecodeArguments& a, Formulation plan) {
-  const bool lists = plan == Formulation::union_tiles || plan == Formulation::by_sequence;
+  const bool lists = plan != Formulation::kv_stationary && plan != Formulation::decode;
   const bool partials = plan == Formulation::kv_stationary || plan == Formulation::by_sequence;
   if (a.q.size(0) * a.k_cache.size(1) == 0) return 0;
-  return (lists ? union_workspace_bytes(a) : 0) + (partials ? plan_kv_stationary(a).workspace_bytes : 0);
+  const bool copies = plan == Formulation::union_widened || (lists && union_widens(a));
+  // The copies are given back before the partial results are asked for.
+  return (lists ? union_workspace_bytes(a) : 0) +
+         std::max(copies ? union_copies_bytes(a) : 0, partials ? plan_kv_stationary(a).workspace_bytes : 0);
 }
 
 void attention(const DecodeArguments& a, Formulation plan, int splits, bool overlap) {
   switch (plan) {
     case Formulation::union_tiles:
-      return prefill_union(a, union_lists(a, false), false);
+      return prefill_union(a, union_lists(a, false, 0, union_widens(a)), false);
+    case Formulation::union_widened:
+      return prefill_union(a, union_lists(a, false, 0, true), false);
     case Formulation::kv_stationary:
       return prefill_kv_stationary(a, nullptr);
     case Formulation::by_sequence: {
-      const UnionLists lists = union_lists(a, true);
+      const UnionLists lists = union_lists(a, true, 0, union_widens(a));
       prefill_union(a, lists, true);
       return prefill_kv_stationary(a, lists.choice);
     }

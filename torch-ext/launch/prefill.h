@@ -12,6 +12,7 @@ enum class Formulation {
   kv_stationary = 2,  // prefill_kv_stationary.h
   decode = 3,         // decode.h
   by_sequence = 4,    // union tiles or KV-stationary, for each sequence, chosen on the device
+  union_widened = 5,  // union tiles of a float8 cache that is widened first, whatever the shape: for tests
 };
 
 // What a call takes, by shapes, dtypes, strides and device alone. `wanted` automatic or one that is forced; throws,

@@ -75,7 +75,7 @@ PLANS = {
     1: "union tiles",
     2: "KV-stationary",
     3: "decode",
-    4: "union tiles where u(4) of a request is below 1.75 (float8: 1.5), else KV-stationary: chosen on the device",
+    4: "union tiles where u(4) of a request is below 1.75 (float8: 1.5 unless widened first), else KV-stationary: chosen on the device",
 }
 
 

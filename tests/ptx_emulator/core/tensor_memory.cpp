@@ -78,7 +78,9 @@ struct Transfer {
   u32 lane = 0, column = 0;
 
   explicit Transfer(i64 imm)
-      : count(imm & 0xFFFF), split(static_cast<u32>(imm >> 32)), shape(static_cast<Shape>(imm >> 16 & 15)),
+      : count(imm & 0xFFFF),
+        split(static_cast<u32>(imm >> 32)),
+        shape(static_cast<Shape>(imm >> 16 & 15)),
         halves(imm >> 20 & 1) {}
 
   // Lane and column of register r of thread l, from the address on: matrix fragments of the PTX manual, as in CUTLASS's
@@ -98,7 +100,7 @@ struct Transfer {
     }
     return {0, 0};
   }
-  u32 columns() const {  // of 32 bits, before halves are spread
+  u32 columns() const {                        // of 32 bits, before halves are spread
     const u32 a_register[] = {1, 2, 2, 2, 1};  // 16x128b and 16x256b: two registers have a column
     return count * a_register[static_cast<int>(shape)];
   }
