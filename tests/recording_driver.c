@@ -68,7 +68,8 @@ static CUresult LaunchKernelEx(const LaunchConfig *config, void *kernel, void **
 
 /* What the hardware's 128 bytes stand for here: the arguments of the encoding call (recording_driver.py reads it). */
 typedef struct {
-  uint64_t base, strides[4]; /* bytes, of dimensions 1.. */
+  uint64_t base, marks; /* the second stands for bits that only the driver knows: all set */
+  uint64_t strides[4];  /* bytes, of dimensions 1.. */
   uint32_t extents[5], box[5], type, rank, swizzle, promotion;
 } TensorMap;
 _Static_assert(sizeof(TensorMap) <= 128, "a tensor map has 128 bytes");
@@ -76,6 +77,7 @@ static CUresult TensorMapEncodeTiled(void *map, int type, unsigned rank, void *b
                                      const uint64_t *strides, const uint32_t *box, const uint32_t *element_strides,
                                      int interleave, int swizzle, int promotion, int fill) {
   TensorMap m = {.base = (uint64_t)base, .type = type, .rank = rank, .swizzle = swizzle, .promotion = promotion};
+  m.marks = ~(uint64_t)0;
   if (m.base % 16 || rank < 1 || rank > 5 || interleave || fill) return 1; /* CUDA_ERROR_INVALID_VALUE */
   for (unsigned i = 0; i < rank; i++) {
     m.extents[i] = (uint32_t)extents[i], m.box[i] = box[i];

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMATS = {"i64": "q", "i32": "i", "f32": "f", "pointer": "Q"}
-TENSOR_MAP = "<5Q14I"  # recording_driver.c
+TENSOR_MAP = "<6Q14I"  # recording_driver.c
 Callback = ctypes.CFUNCTYPE(
     ctypes.c_int,  # CUresult of the launch
     ctypes.c_char_p,
@@ -34,12 +34,14 @@ class TensorMap:
     type: int
     swizzle: int
     promotion: int
+    marks: int  # where the driver's own bits stand; all were 1
 
     @classmethod
     def decode(cls, data):
         words = struct.unpack_from(TENSOR_MAP, data)
-        kind, rank, swizzle, promotion = words[15:]
-        return cls(words[0], words[5 : 5 + rank], words[1:rank], words[10 : 10 + rank], kind, swizzle, promotion)
+        kind, rank, swizzle, promotion = words[16:]
+        shape = words[6 : 6 + rank], words[2 : 1 + rank], words[11 : 11 + rank]
+        return cls(words[0], *shape, kind, swizzle, promotion, words[1])
 
 
 @dataclass
