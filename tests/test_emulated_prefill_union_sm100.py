@@ -135,6 +135,19 @@ def test_each_request_takes_its_formulation(emulation, device, kv):
 
 
 @each_device
+@each_dtype
+def test_one_request_chooses(emulation, device, dtypes):
+    """Then its tiles may be given out in pairs (shared/union_loaders.py), if it takes this formulation."""
+    q, kv = dtypes
+    case = cases.make([40], [900], heads=(32, 2), dtype=q, kv_dtype=kv, topk=3, style="clean")
+    for first, second in (([0, 1, 4], [0, 1, 4]), ([0, 1, 4], [2, 3, 5])):
+        prefill.spread(case, first, second)
+        with emulation.device(device, 3):
+            got = prefill.by_sequence(case)
+        oracle.check_attention(*got, *expected(case))
+
+
+@each_device
 def test_wrong_numbers_stay_inside(emulation, device):
     wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
     for seed in range(4):
