@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
@@ -158,10 +159,13 @@ def disassemble(cubin: Path, program: str) -> MachineCode:
 
 def table(kernels: Path, program: str) -> str:
     index = json.loads((kernels / "index.json").read_text())
+    with ThreadPoolExecutor() as pool:
+        cubins = [kernels / f"{facts['name']}.cubin" for facts in index]
+        mixes = dict(zip(cubins, pool.map(lambda cubin: disassemble(cubin, program).mix(), cubins)))
     head = ["program", "arch", "threads", "registers", "shared memory", "stack", "instructions", *MIX]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for facts in sorted(index, key=lambda f: (f["program"], len(f["arch"]), f["arch"])):
-        mix = disassemble(kernels / f"{facts['name']}.cubin", program).mix()
+        mix = mixes[kernels / f"{facts['name']}.cubin"]
         threads = facts["block"][0] * facts["block"][1] * facts["block"][2]
         cells = [
             facts["program"],
