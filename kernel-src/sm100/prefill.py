@@ -280,8 +280,8 @@ class Prefill(TileLoader):
             smem.mbarrier_wait(self.bar(base, "q_asked", stage), parity)
             meta = base + self.meta_at + stage * META_BYTES
             entry = smem.load_i32(meta + (lane & (self.tokens - 1)) * 4)
-            head = (first_head + (smem.load_i32(meta + 64) >> 8)) * group
-            self.gather_queries(base, lane, stage, q_map, entry, head, first_token, q_policy)
+            head = first_head + (smem.load_i32(meta + 64) >> 8)
+            self.gather_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
             ptx.warp_barrier()
             hopper.mbarrier_arrive_if(self.bar(base, "q_full", stage), Int32(lane == 0))
             stage, parity = self.next_stage(stage, parity, 1)
