@@ -240,7 +240,8 @@ class Prefill(TileLoader):
 
     def make_mbarriers(self, base):
         for stage in range(self.q_stages):
-            smem.mbarrier_init(self.bar(base, "q_asked", stage), 1)
+            if not self.fp8:
+                smem.mbarrier_init(self.bar(base, "q_asked", stage), 1)
             smem.mbarrier_init(self.bar(base, "q_full", stage), 1 if self.fp8 else 2)
             smem.mbarrier_init(self.bar(base, "q_empty", stage), 1 + GROUP_WARPS)
         for stage in range(KV_STAGES):
