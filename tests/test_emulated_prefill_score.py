@@ -65,7 +65,7 @@ def test_against_float64(emulation, device, dtypes, page, topk):
     race = "+race" if device == "sm_90" or dtypes in RACED else ""
     with emulation.policy("eager" + race):
         scores, ids = check(tensors, lengths, topk=topk)
-    for policy in ("late", "random1" + race):
+    for policy in ("late", "random1" + race)[: 2 if race else 1]:
         with emulation.policy(policy):
             assert torch.equal(select(tensors, lengths, FUSED, topk=topk), ids)
             again = torch.empty_like(scores)
