@@ -67,13 +67,15 @@ def test_every_architecture_has_the_same_parameters():
     by_program, expected = {}, {}
     for folder, archs in of_folder.items():
         for path in (ROOT / "kernel-src" / folder).glob("*.py"):
-            expected[path.stem] = expected.get(path.stem, set()) | archs
+            # A program may have its name from one folder or from kernel files of the same name in two.
+            known = expected.setdefault(path.stem, [])
+            known += [archs, *(archs | other for other in known)]
     for facts in index:
         sizes = [(p["size"], p["align"], p["kind"]) for p in facts["params"]]
         by_program.setdefault((facts["program"], facts["kernel"]), {})[facts["arch"]] = sizes
     assert ("combine_f32_f32", "combine") in by_program
     for (program, kernel), archs in by_program.items():
-        assert set(archs) == expected[kernel], program
+        assert set(archs) in expected[kernel], program
         assert len({tuple(sizes) for sizes in archs.values()}) == 1, program
 
 

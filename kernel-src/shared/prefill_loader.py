@@ -128,7 +128,7 @@ class TileLoader:
             if lane == 0:
                 smem.mbarrier_expect(q_full, present * (self.rows * 256))
             ptx.warp_barrier()
-            self.ask_for_queries(base, lane, stage, q_map, entry, head * group, first_token, q_policy)
+            self.ask_for_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
 
             if is_new:
                 landed = self.load_values(
@@ -161,7 +161,8 @@ class TileLoader:
         stage: Int32,
         q_map: Int64,
         entry: Int32,
-        head: Int32,  # query head
+        head: Int32,
+        group: Int32,
         first_token: Int32,
         q_policy: Int64,
     ):
@@ -169,7 +170,7 @@ class TileLoader:
         entry_here = ptx.shuffle(entry, lane >> 1)
         if (lane < 2 * self.tokens) & (entry_here >= 0):
             target = base + self.q_at + stage * TILE_BYTES + (lane & 1) * HALF + (lane >> 1) * (self.rows * 128)
-            at = [(lane & 1) * 64, head, first_token + (entry_here >> 5)]
+            at = [(lane & 1) * 64, head * group, first_token + (entry_here >> 5)]
             tma.tma_load(target, q_map, at, self.bar(base, "q_full", stage), q_policy)
 
     def load_entry(self, entries, tile, packed, lane, ok):

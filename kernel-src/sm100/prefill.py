@@ -240,7 +240,8 @@ class Prefill(TileLoader):
 
     def make_mbarriers(self, base):
         for stage in range(self.q_stages):
-            smem.mbarrier_init(self.bar(base, "q_asked", stage), 1)
+            if not self.fp8:
+                smem.mbarrier_init(self.bar(base, "q_asked", stage), 1)
             smem.mbarrier_init(self.bar(base, "q_full", stage), 1 if self.fp8 else 2)
             smem.mbarrier_init(self.bar(base, "q_empty", stage), 1 + GROUP_WARPS)
         for stage in range(KV_STAGES):
@@ -280,8 +281,8 @@ class Prefill(TileLoader):
             smem.mbarrier_wait(self.bar(base, "q_asked", stage), parity)
             meta = base + self.meta_at + stage * META_BYTES
             entry = smem.load_i32(meta + (lane & (self.tokens - 1)) * 4)
-            head = (first_head + (smem.load_i32(meta + 64) >> 8)) * group
-            self.gather_queries(base, lane, stage, q_map, entry, head, first_token, q_policy)
+            head = first_head + (smem.load_i32(meta + 64) >> 8)
+            self.gather_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
             ptx.warp_barrier()
             hopper.mbarrier_arrive_if(self.bar(base, "q_full", stage), Int32(lane == 0))
             stage, parity = self.next_stage(stage, parity, 1)
