@@ -16,7 +16,7 @@ import torch
 
 BF16, FP16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 STORED, FUSED = 2, 3  # ways of select_blocks
-UNION, BY_SEQUENCE = 1, 4  # formulations of sparse_attention
+UNION, BY_SEQUENCE, UNION_WIDENED = 1, 4, 5  # formulations of sparse_attention
 CACHES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), (FP16, E5M2)]
 ATTENTION_KINDS = ("exact", "dyadic", "normal")
 
@@ -168,6 +168,9 @@ def attentions():
         for topk in (4, 16):
             arguments = [*sparse(*given, topk=topk), 0, True, UNION]
             yield f"prefill, union tiles {named(*dtypes)}", kind, "sparse_attention", arguments
+            if dtypes[1] in (E4M3, E5M2):
+                name, arguments = f"prefill, widened first {named(*dtypes)}", [*arguments[:-1], UNION_WIDENED]
+                yield name, kind, "sparse_attention", arguments
         for group, topk in itertools.product((16, 8, 3), (4, 20)):
             name, operator = f"prefill, KV-stationary {named(*dtypes)}", "sparse_attention_kv_stationary"
             yield name, kind, operator, [*sparse(*given, group, topk), None, 8, 1]
