@@ -271,7 +271,7 @@ def sanitize(variant, log, sanitizer, tools):
     clean = True
     for tool in tools:
         start = time.monotonic()
-        options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "40", "--show-backtrace", "device"]
+        options = ["--tool", tool, "--error-exitcode", "9", "--print-limit", "1000", "--show-backtrace", "device"]
         options += ["--num-cuda-barriers", BARRIERS]
         limit = ["--largest-cluster", str(largest_cluster(tool, version))]
         text, status = watched([sanitizer, *options, *command, *limit], environment, SECONDS)
