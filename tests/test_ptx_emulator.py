@@ -267,11 +267,82 @@ def test_bad_launches_are_refused():
         launch(text, "k", 3, 32, 0, [out], cluster=(2, 1, 1))
     with pytest.raises(ValueError, match="threads a CTA"):
         launch(text.replace(") {", ") .reqntid 64, 1, 1 {", 1), "k", 1, 32, 0, [out])
-    no_map = program(
+    with pytest.raises(ValueError, match="takes 8 bytes of parameters, got 4"):
+        launch(text, "k", 1, 32, 0, b"1234")
+    copy = program(
         COPY.replace("BYTES", "1024").replace("ROW", "0"), ".param .align 64 .b8 p0[128], .param .u64 p1", SHARED
     )
-    with pytest.raises(EmulatorError, match="box row|no tensor map|coordinates|outside"):
-        launch(no_map, "k", 1, 64, 8192, [bytes(128), torch.zeros(512, dtype=torch.int16)])
+    for given, message in (
+        (bytes(128), "no tensor map: these 128 bytes are zero"),
+        (b"\x7f" * 128, "are no tensor map"),
+    ):
+        with pytest.raises(EmulatorError, match=rf"k: CTA \(0, 0, 0\) warp 0 PTX line \d+: .*{message}"):
+            launch(copy, "k", 1, 64, 8192, [given, torch.zeros(512, dtype=torch.int16)])
+
+
+LANES = np.arange(32, dtype=np.uint32)
+OWN = "ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; mad.wide.u32 %rd1, %r1, 4, %rd1; mov.b32 %r4, s;"
+AT = "shl.b32 %r5, %r1, {}; add.s32 %r5, %r5, %r4;"  # %r5: this lane's place in shared memory
+
+
+@pytest.mark.parametrize(
+    "body, want",
+    [
+        ("redux.sync.add.s32 %r3, %r1, -1;", np.full(32, 496)),
+        ("redux.sync.max.u32 %r3, %r1, -1;", np.full(32, 31)),
+        ("and.b32 %r2, %r1, 3; match.any.sync.b32 %r3, %r2, -1;", np.array([0x11111111 << (i & 3) for i in range(32)])),
+        ("elect.sync %r3|%p1, -1; selp.b32 %r3, 1, 0, %p1;", LANES == 0),
+        ("griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 %r3, %r1;", LANES),
+        (AT.format(0) + "st.shared.u8 [%r5], -1; bar.sync 0; ld.shared.s8 %r3, [%r5];", np.full(32, 0xFFFFFFFF)),
+        (AT.format(0) + "st.shared.u8 [%r5], -1; bar.sync 0; ld.shared.u8 %r3, [%r5];", np.full(32, 0xFF)),
+        ("st.shared.b32 [%r4], 3; bar.sync 0; atom.shared.add.u32 %r3, [%r4], 2;", 3 + 2 * LANES),
+        ("st.shared.b32 [%r4], 0; bar.sync 0; atom.shared.max.u32 %r3, [%r4], %r1;", np.maximum(LANES, 1) - 1),
+        (
+            "cvt.u64.u32 %rd3, %r4; cvta.shared.u64 %rd3, %rd3; st.u32 [%rd3], 9; bar.sync 0; ld.shared.b32 %r3, [%r4];",
+            np.full(32, 9),
+        ),
+        (  # lane l gives row l of 8 numbers of 16 bits, and gets two of row l / 4
+            AT.format(4) + "st.shared.v4.b32 [%r5], {%r1, %r1, %r1, %r1}; bar.sync 0;"
+            "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r3}, [%r5];",
+            LANES // 4,
+        ),
+        (
+            "and.b32 %r5, %r1, 7; shl.b32 %r5, %r5, 4; add.s32 %r5, %r5, %r4;"
+            "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r5], {%r1}; bar.sync 0;"
+            + AT.format(2)
+            + "ld.shared.b32 %r3, [%r5];",
+            LANES,
+        ),
+        # What nobody wrote: all ones, a NaN or -1.
+        ("ld.shared.b32 %r3, [%r4+64];", np.full(32, 0xFFFFFFFF)),
+        ("mov.b32 %r3, %r39;", np.full(32, 0xFFFFFFFF)),
+    ],
+    ids=lambda x: x.split(";")[-2].split()[0] if isinstance(x, str) else "",
+)
+def test_within_a_warp(body, want):
+    out = np.full(32, 7, np.uint32)
+    run(f"{OWN} {body} st.global.b32 [%rd1], %r3;", out, smem=1024, shared=SHARED)
+    np.testing.assert_array_equal(out, want.astype(np.uint32))
+
+
+def test_a_seed_replays_its_schedule():
+    """Eight warps of two CTAs take numbers: in the same order with the same seed, in another with another."""
+    body = """
+        ld.param.u64 %rd1, [p0]; mov.u32 %r1, %tid.x; shr.u32 %r1, %r1, 5; mov.u32 %r2, %ctaid.x; shl.b32 %r2, %r2, 3;
+        add.s32 %r1, %r1, %r2; atom.global.add.u32 %r3, [%rd1], 1; mad.wide.u32 %rd2, %r3, 4, %rd1;
+        st.global.b32 [%rd2+4], %r1;"""
+
+    def order(policy):
+        out = np.zeros(17, np.uint32)
+        threads = body.replace("mov.u32 %r1, %tid.x;", "mov.u32 %r1, %tid.x; and.b32 %r4, %r1, 31;")
+        threads = threads.replace("atom", "setp.ne.u32 %p1, %r4, 0; @%p1 bra DONE; atom") + "DONE:"
+        run(threads, out, block=256, grid=2, policy=policy)
+        assert out[0] == 16 and sorted(out[1:].tolist()) == list(range(16))
+        return out[1:].tolist()
+
+    orders = [order(f"random{seed}") for seed in range(6)]
+    assert orders == [order(f"random{seed}") for seed in range(6)]
+    assert len({tuple(x) for x in orders}) > 1
 
 
 MMA = """

@@ -5,6 +5,7 @@
 // the same value 32 times, so a handler never asks what kind an operand is.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>

@@ -21,6 +21,7 @@ struct TensorMap {
   explicit TensorMap(const u8* bytes) {
     u32 w[32];
     std::memcpy(w, bytes, sizeof w);
+    if (std::all_of(w, w + 32, [](u32 x) { return x == 0; })) fail("no tensor map: these 128 bytes are zero");
     base = w[0] | u64{w[1]} << 32;
     rank = w[23];
     if (rank != 0) {
