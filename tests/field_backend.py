@@ -6,10 +6,9 @@ Cases are built, and judged by the oracle, on the CPU; a call moves them to the 
 import dataclasses
 
 import cases
+import m3_sparse
 import oracle
 import torch
-
-import m3_sparse
 
 
 def moved(case, device):
@@ -122,7 +121,11 @@ class Backend:
         return replay
 
     def peak(self, function):
-        """Bytes that a call has allocated at a time, on a GPU."""
+        """Bytes that a call allocates: at a time on a GPU, in its largest single piece on the CPU."""
+        if self.device == "cpu":
+            with torch.profiler.profile(profile_memory=True) as profile:
+                function()
+            return max(event.self_cpu_memory_usage for event in profile.events())
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -18,12 +18,11 @@ import subprocess
 import sys
 
 import cases
+import m3_sparse
 import oracle
 import pytest
 import torch
 from field_backend import Backend, moved
-
-import m3_sparse
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 INF = float("inf")
@@ -288,3 +287,378 @@ def test_S12_several_heads_over_fp8_index_keys(backend, page):
     backend.check_select(case)
     case.index_q = case.index_q.to(E4M3)
     backend.check_select(case)
+
+
+# ------------------------------------------------------------------------------------------------ 2. attention: values
+
+
+def test_V1_padded_rows(backend):
+    """V1, vllm-project/vllm#49054: NaN from a padded row of a graph, where the merge forms -inf - (-inf)."""
+    case = make([2, 0, 1], [300, 0, 130], pad_rows=3, seed=20)
+    case.ids[1] = -1
+    for out, lse in backend.check(case).values():
+        assert is_empty(out[1], lse[1]) and is_empty(out[-3:], lse[-3:])
+    out, lse = backend.check_dense(case)
+    assert is_empty(out[-3:], lse[-3:])
+
+
+def test_V2_minus_one_anywhere(backend):
+    """V2, vllm-project/vllm#54597: -1 dereferenced."""
+    rows = [[-1, 0, 3], [0, -1, -1, 3], [0, 3, -1], [-1] * 16]
+    for out, lse in backend.check(with_ids(make([4], [4 * 128 + 3], seed=21), *rows)).values():
+        assert is_empty(out[3], lse[3])
+
+
+def test_V3_invalid_entries_first(backend):
+    """V3, vLLM's common/ops/sparse_attn.py: the first entries trusted, a first block that is masked as a whole."""
+    case = with_ids(make([3], [3 * 128 + 2], seed=22), [3, 0], [7, 1, 2], [2**31 - 1, -5, 0])
+    assert case.kv_lens[0] - 3 == 383  # row 0 sees none of block 3
+    backend.check(case)
+    case.block_table[0, 0] = -1
+    backend.check(case)
+    case.block_table[0, 0] = len(case.k_cache)
+    backend.check(case)
+
+
+def test_V4_invalid_ids_change_no_bit(backend):
+    """V4, vllm-project/vllm-ascend#13391: invalid pages or the tail of a partial block loaded unmasked."""
+    case = make([2, 3], [300, 150], seed=23)
+    width = case.block_table.shape[1]
+    wrong = [width, width + 1, 2**31 - 1, -(2**31), 4096]
+    clean = backend.check(with_ids(case, [0, 1], [1]))
+    same_everywhere(clean, backend.check(with_ids(case, [0, 1, *wrong], [1, *wrong])))
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("kv", [BF16, E4M3, E5M2], ids=["bf16", "e4m3", "e5m2"])
+def test_V5_bytes_past_the_length_change_no_bit(backend, kv, page):
+    """V5, MSA's test_tail_garbage, flashinfer-ai/flashinfer#5090: 0 * NaN in the product with V, exp(0) of a zero key."""
+    results = []
+    for poison in ("zero", "nan", "inf"):
+        case = make([9, 3, 2], [300, 37, 129], kv_dtype=kv, page=page, poison=poison, seed=24)
+        results.append(backend.check(case))
+        if kv == BF16:
+            results[-1]["dense"] = backend.check_dense(case)
+        if kv == E4M3 and poison == "nan":
+            for cache in (case.k_cache, case.v_cache):
+                codes = cache.view(torch.uint8)
+                codes[codes == 0x7F] = 0xFF
+            results.append(backend.check(case))
+    for other in results[1:]:
+        same_everywhere(results[0], other)
+
+
+def test_V5_a_visible_nan_stays_in_its_request(backend):
+    """V5: what of a NaN in V inside the length is promised: other requests, and with decode and torch other rows."""
+    case = with_ids(make([9, 9], [300, 200], seed=25), [0], [1])
+    clean = backend.check(case)
+    case.v_cache[case.block_table[0, 0], 0, 5] = float("nan")
+    for name, (out, lse) in backend.every(case).items():
+        same([out[9:], lse[9:]], [x[9:] for x in clean[name]], f"the other request, {name}")
+        assert out[:9:2].isnan().all()
+        oracle.check_bitwise(lse, clean[name][1], f"lse, {name}")
+        if name == "decode" or backend.name == "torch":
+            oracle.check_bitwise(out[1:9:2], clean[name][0][1:9:2], f"rows that don't see it, {name}")
+
+
+def test_V6_verification_of_drafts(backend):
+    """V6, sgl-project/sglang#40214, #33383, #36659, vllm-project/vllm#47984: kv_len includes the drafts. Also P1."""
+    case = make([4, 8, 2, 0, 4], [260, 131, 2, 77, 3], pad_rows=4, seed=26)  # the last: more drafts than tokens
+    out, lse = backend.check(case)[None]
+    assert is_empty(out[14], lse[14])  # the row before the first token
+    case = make([4, 8, 2, 0, 4], [260, 131, 2, 77, 4], heads=(8, 2), pad_rows=4, seed=27)
+    case.ids, _ = backend.check_select(case)
+    backend.check(case)
+
+
+@pytest.mark.parametrize("kv", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("scales", ["scalar", "head"])
+def test_V7_V8_scales_that_are_not_one(backend, scales, kv):
+    """V7, V8, vllm-project/vllm#45562, #52060, lightseekorg/tokenspeed#764: fp8 KV with bf16 q, scales ignored."""
+    case = make([3, 5], [260, 100], heads=(32, 2), kv_dtype=kv, scales=scales, seed=28)
+    scaled = backend.check(case)
+    case.k_scale = case.v_scale = None
+    assert not torch.equal(scaled[None][0], backend.check(case)[None][0])
+
+
+def test_V7_scales_of_other_shapes_are_refused(backend):
+    """V7, vllm-project/vllm#45562: scales per token and head."""
+    case = make([1], [100], heads=(32, 2), kv_dtype=E4M3, seed=29)
+    case.k_scale = torch.ones(len(case.k_cache), 2, 128)
+    with pytest.raises(ValueError, match="k_scale must have 1 or Hkv = 2 elements"):
+        backend.sparse(case)
+
+
+def test_V9_scales_are_read_by_each_call(backend):
+    """V9, NVIDIA/TensorRT-LLM#17985, #19422: scale views at +4 and +8 bytes, host copies kept after a reload."""
+    case = make([3], [260], heads=(32, 2), kv_dtype=E4M3, seed=30)
+    buffer = torch.tensor([9.0, 0.5, 2.0, 0.75, 9.0])
+    case.k_scale, case.v_scale = buffer[1:3], buffer[2:4]
+    first = backend.check(case)
+    buffer.mul_(1.5)
+    again = backend.check(case)
+    assert not torch.equal(first[None][0], again[None][0])
+
+
+def test_V10_head_counts_that_do_not_divide_are_refused(backend):
+    """V10, NVIDIA/TensorRT-LLM#18008: rows never written."""
+    case = make([1], [100], heads=(8, 2))
+    case.q = case.q[:, :7]
+    with pytest.raises(ValueError, match="Hq"):
+        backend.sparse(case)
+
+
+def test_V10_duplicates_count_once(backend):
+    """V10, NVIDIA/TensorRT-LLM#18008: repeated block ids counted twice."""
+    case = make([9], [4 * 128 + 50], seed=31)
+    once = backend.check(with_ids(case, [0, 1, 3], [2]))
+    same_everywhere(once, backend.check(with_ids(case, [3, 0, 3, 1, 0, 3, 1, 1], [2] * 16)))
+
+
+@pytest.mark.parametrize("page", [64, 128])
+def test_V12_offsets_of_64_bits(backend, page):
+    """V12, vllm-project/vllm#50427, #47671, syv-ai/qwen38-27b-rtx3090#86: 32-bit offsets into a paged cache."""
+    case = make([3, 9], [300, 150], page=page, seed=32)
+    args, lengths = case.sparse()
+    want = oracle.sparse_attention(*args, **lengths)
+    count = 2**31 // (page * 128) + 64
+    places = [count - 1, 32768, 65536, 0, 32767, count - 2, 65535, 7768, 50000, 1, count - 64, 9, 16384]
+    numbers = torch.tensor(places[: len(case.k_cache)])
+    used = (case.block_table >= 0) & (case.block_table < len(numbers))
+    case.block_table[used] = numbers[case.block_table[used].long()].to(torch.int32)
+    for name in ("k_cache", "v_cache"):  # address space that is hardly touched
+        pool = torch.empty(count, 1, page, 128, dtype=BF16, device=backend.device)
+        pool[numbers.to(backend.device)] = getattr(case, name).to(backend.device)
+        setattr(case, name, pool)
+    for out, lse in backend.every(case).values():
+        oracle.check_attention(out, lse, *want)
+
+
+def test_V13_offsets_that_disagree_with_the_rows(backend):
+    """V13, flashinfer-ai/flashinfer#3655: last cu_seqlens unequal to total_q; q_len 0 with kv_len 0."""
+    case = make([0, 3, 0, 2], [0, 200, 0, 130], pad_rows=4, seed=33)
+    for out, lse in backend.check(case).values():
+        assert is_empty(out[5:], lse[5:])
+    case.cu_seqlens_q[-1] = 1000
+    case = moved(case, backend.device)
+    for name in backend.formulations(case):
+        out = torch.full((11, *case.q.shape[1:]), 7.0, dtype=BF16, device=backend.device)
+        lse = torch.full((11, case.q.shape[1]), 7.0, device=backend.device)
+        with m3_sparse.backend(backend.name):
+            given = {"out": out[1:-1], "lse": lse[1:-1], "formulation": name}
+            cases.call_sparse(m3_sparse.sparse_attention, case, **given)
+        for x in (out, lse):
+            assert (x[[0, -1]] == 7).all(), f"written outside of the rows, {name}"
+
+
+def test_V14_masks_are_fp32(backend):
+    """V14, NVIDIA-NeMo/Automodel#2551, #2617, #2624: masks in bf16 let masked tokens through where logits are low."""
+    case = with_ids(make([3], [128 + 50], poison="zero", seed=34), [0, 1])
+    case.q.fill_(32.0)
+    case.k_cache.fill_(-32.0)
+    last = case.block_table[0, 1]
+    case.k_cache[last, :, 48:50] = 32.0  # later than row 0, 23,000 above all that it sees
+    backend.check(case)
+    backend.check_dense(case)
+
+
+def test_V15_one_documented_layout(backend):
+    """V15, MSA's cute/README.md: [pages, page_size, Hkv, D] documented, [pages, Hkv, page_size, D] checked."""
+    case = make([2], [300], heads=(32, 2), layout="nhd", seed=35)
+    plain = make([2], [300], heads=(32, 2), seed=35)
+    same_everywhere(backend.check(case), backend.check(plain))
+    case.k_cache, case.v_cache = case.k_cache.transpose(1, 2), case.v_cache.transpose(1, 2)
+    with pytest.raises(ValueError, match="page size of 64 or 128"):
+        backend.sparse(case)
+
+
+@pytest.mark.parametrize("batch", [17, 33])
+def test_V16_more_than_16_requests(backend, batch):
+    """V16, FlashInfer 0.7.4 SM90 sources: metadata of 16 requests at most."""
+    case = make([1 + b % 3 for b in range(batch)], [9 + 37 * b % 290 for b in range(batch)], topk=4, seed=36)
+    backend.check(case)
+    backend.check_dense(case)
+    backend.check_select(case)
+
+
+@pytest.mark.parametrize("factor", [16, 64])
+@pytest.mark.parametrize("q, kv", [(BF16, BF16), (torch.float16, torch.float16), (BF16, E4M3)])
+def test_V17_large_operands(backend, q, kv, factor):
+    """V17, FlashInfer 0.7.4 SM90 sources: exponentials without a running maximum overflow."""
+    case = make([9], [300], dtype=q, kv_dtype=kv, kind="int", poison="zero", seed=37)
+    case.q.mul_(factor)
+    case.k_cache = (case.k_cache.float() * factor).to(kv)
+    for out, lse in backend.check(case).values():
+        assert out.isfinite().all() and not lse.isnan().any()
+
+
+# ---------------------------------------------------------------------------------------- 3. plans, graphs, workspaces
+
+
+def draw_again(case, seed, kv_lens):
+    """Other lengths, pages, selections and queries, in the same tensors; contents of pages go with their numbers."""
+    gen = cases.generator(seed)
+    order = torch.randperm(len(case.k_cache), generator=gen)
+    for cache in (case.k_cache, case.v_cache):
+        cache.copy_(cache[order].clone())
+    used = (case.block_table >= 0) & (case.block_table < len(order))
+    case.block_table[used] = order.argsort()[case.block_table[used].long()].to(torch.int32)
+    case.seqused_k.copy_(torch.tensor(kv_lens))
+    case.ids.copy_(torch.randint(-2, 8, case.ids.shape, generator=gen))
+    case.q.copy_(torch.randn(case.q.shape, generator=gen))
+    case.index_q.copy_(torch.randn(case.index_q.shape, generator=gen))
+
+
+FIELDS = ("q", "k_cache", "v_cache", "block_table", "index_q", "seqused_k", "ids")
+
+
+@pytest.mark.parametrize("formulation", [None, "decode", "union", "kv_stationary"])
+def test_G1_G3_a_replay_follows_its_inputs(backend, formulation):
+    """G1, G3, sgl-project/sglang#28715, NVIDIA/TensorRT-LLM#16291: stale plans, workspaces that moved after capture."""
+    longest = [700, 300, 150]
+    case = make([1, 9, 2], longest, pad_rows=2, poison="zero", seed=40)
+    case.q[-2:] = case.index_q[-2:] = 0
+    device = moved(case, backend.device)
+    out, lse = cases.nan_like(case.q.shape, BF16), cases.nan_like(case.q.shape[:2], torch.float32)
+    ids = torch.full(case.ids.shape, -7, dtype=torch.int32, device=backend.device)
+    out, lse = out.to(backend.device), lse.to(backend.device)
+
+    def step():
+        args, lengths = device.index()
+        with m3_sparse.backend(backend.name):
+            m3_sparse.select_blocks(*args, **lengths, out=ids)
+            given = {"out": out, "lse": lse, "formulation": formulation}
+            cases.call_sparse(m3_sparse.sparse_attention, device, **given)
+
+    repeat = backend.captured(step)
+    for seed, kv_lens in enumerate([[130, 20, 3], longest, [0, 0, 0], [129, 300, 1], [1, 9, 150]]):
+        draw_again(case, seed, kv_lens)
+        for name in FIELDS:
+            getattr(device, name).copy_(getattr(case, name))
+        for _ in range(2):
+            out.fill_(float("nan")), lse.fill_(float("nan")), ids.fill_(-7)
+            repeat()
+            args, lengths = case.sparse()
+            oracle.check_attention(out.cpu(), lse.cpu(), *oracle.sparse_attention(*args, **lengths))
+            args, lengths = case.index()
+            scores, epsilon = oracle.block_scores(*args, **lengths), oracle.score_epsilon(*args, **lengths)
+            counts = oracle.candidates(*lengths.values(), args[2], 128, len(ids))
+            oracle.check_selection(ids.cpu(), scores, epsilon, counts)
+            # Calls of other shapes in between take, and give back, workspaces of other sizes.
+            backend.sparse(make([20, 30], [400, 300], topk=4, seed=41), formulation=formulation)
+
+
+def test_G2_nothing_is_kept_from_another_shape(backend):
+    """G2, NVIDIA/TensorRT-LLM#17721, #18262, #18273: planned state reused for other shapes."""
+    shapes = [
+        make([3, 2], [300, 150], seed=42),
+        make([40], [200], heads=(8, 2), topk=3, seed=43),
+        make([1] * 5, [700, 1, 0, 64, 129], page=64, kv_dtype=E4M3, scales="head", seed=44),
+    ]
+    first = [backend.check(case) for case in shapes]
+    for case, before in zip(shapes[::-1], first[::-1]):
+        same_everywhere(before, backend.every(case))
+
+
+def test_G4_decodes_beside_a_long_chunk(backend):
+    """G4, FlashInfer 0.7.4 SM90 sources: a batch padded to its longest request. Lengths are data here, so the memory
+    that a call takes follows from the number of rows alone.
+    """
+    ragged = make([120, 1, 1, 1, 1, 1], [300, 260, 129, 1, 64, 130], topk=3, seed=45)
+    backend.check(ragged)
+    if backend.name == "aot":
+        even = make([21, 21, 21, 21, 21, 20], [300, 260, 129, 130, 64, 130], topk=3, seed=45)
+        sizes = [
+            backend.peak(lambda case=case, name=name: backend.sparse(case, formulation=name))
+            for name in ("union", "kv_stationary")
+            for case in (ragged, even)
+        ]
+        assert sizes[0] == sizes[1] and sizes[2] == sizes[3]
+
+
+# ---------------------------------------------------------------------------------------------- 4. performance reports
+
+
+def test_P3_index_keys_are_not_copied(backend):
+    """P3, ai-dynamo/aiconfigurator#1509: index K copied in each forward. Here: halves of packed tokens."""
+    case = make([1, 2], [700, 300], heads=INDEX4, seed=50)
+    want, scores = backend.check_select(case)
+    pool = torch.empty(4096, 128, 256, dtype=BF16)  # hardly touched; a copy of the keys takes 128 MiB
+    pool[: len(case.index_k_cache), :, 128:] = case.index_k_cache
+    case.index_k_cache = pool.to(backend.device)[..., 128:]
+    args, lengths = moved(case, backend.device).index()
+    with m3_sparse.backend(backend.name):
+        got = m3_sparse.select_blocks(*args, **lengths, return_scores=True)
+        assert torch.equal(got[0].cpu(), want) and torch.equal(got[1].cpu(), scores)
+        assert backend.peak(lambda: m3_sparse.select_blocks(*args, **lengths)) < 2**25
+
+
+def test_P4_no_read_back(backend):
+    """P4, ROCm/ATOM#1480 and a tokenspeed report: one host read-back per layer."""
+    if backend.device == "cpu":
+        pytest.skip("a synchronisation shows on a GPU")
+    case = moved(make([9, 1], [700, 300], seed=51), backend.device)
+    for name in backend.formulations(case):
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                with m3_sparse.backend(backend.name):
+                    args, lengths = case.index()
+                    ids = m3_sparse.select_blocks(*args, **lengths)
+                    args, lengths = case.sparse(ids)
+                    m3_sparse.sparse_attention(*args, **lengths, formulation=name)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_P5_tables_wider_than_256_columns(backend):
+    """P5, vllm-project/vllm#56932: splits beyond a table of 256 columns; few CTAs at B 1 (P2)."""
+    case = make([1], [300 * 128 + 7], topk=16, seed=52)
+    case.ids[0, 0] = torch.tensor([0, 255, 256, 257, 300, 299, 31, 64, 128, 192, 250, 260, 270, 280, 290, 13])
+    backend.check(case)
+    backend.check_dense(case)
+    backend.check_select(case)
+
+
+def test_P6_packed_caches_and_callers_outputs(backend):
+    """P6, flashinfer-ai/flashinfer#5094, vllm-project/vllm#56483: transposes and copies around the kernel."""
+    plain = make([3, 2], [300, 150], heads=(32, 2), seed=53)
+    packed = make([3, 2], [300, 150], heads=(32, 2), layout="packed", seed=53)
+    assert packed.k_cache.stride() == (2 * 128 * 256, 128 * 256, 256, 1)
+    same_everywhere(backend.check(plain), backend.check(packed))  # `out` and `lse` are the caller's
+
+
+def test_P8_nothing_is_compiled_or_imported_at_run_time(backend):
+    """P8, vllm-project/vllm#49005, #56980: JIT that breaks with its dependencies."""
+    code = """if True:
+        import importlib.util, sys, torch
+        before = {name.partition(".")[0] for name in sys.modules}
+        folder = sys.argv[1]
+        spec = importlib.util.spec_from_file_location(
+            "m3_sparse", folder + "/__init__.py", submodule_search_locations=[folder])
+        sys.modules["m3_sparse"] = package = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+        package.explain("sparse_attention")
+        print(*sorted({name.partition(".")[0] for name in sys.modules} - before))"""
+    folder = m3_sparse.__file__.rpartition("/")[0]
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert "m3_sparse" in loaded
+    for name in ("cutlass", "quack", "flash_attn", "triton", "cuda", "tvm_ffi", "nvidia_cutlass_dsl", "kernels"):
+        assert name not in loaded
+
+
+def test_P10_lengths_of_any_alignment(backend):
+    """P10, vLLM's Triton kernels: recompilation on the first alignment of sliced lengths."""
+    case = make([3, 0, 9], [300, 17, 150], seed=54)
+    plain, selection = backend.check(case), backend.check_select(case)
+    for offset in (1, 2, 3):
+        for name in ("cu_seqlens_q", "seqused_k"):
+            x = getattr(case, name)
+            setattr(case, name, torch.nn.functional.pad(x, (offset, 0), value=2**30)[offset:])
+        for name in ("block_table", "index_table"):
+            x = getattr(case, name)
+            setattr(case, name, torch.nn.functional.pad(x, (offset, 0), value=2**30)[:, offset:])
+        same_everywhere(plain, backend.check(case))
+        same(selection, backend.check_select(case), "selection")

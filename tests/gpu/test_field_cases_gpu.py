@@ -2,7 +2,7 @@
 
 import pytest
 from field_backend import Backend
-from test_field_cases import *  # noqa: F403
+from test_field_cases import *
 
 
 @pytest.fixture(scope="module", params=["aot", "torch"])
