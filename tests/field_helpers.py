@@ -96,6 +96,8 @@ class Backend:
         ids, scores = self.select(case, **options)
         want, epsilon = oracle.block_scores(*args, **lengths), oracle.score_epsilon(*args, **lengths)
         assert torch.equal(scores.isinf(), want.isinf()) and not scores.isnan().any()
+        if self.device != "cpu" and args[0].element_size() == 1:
+            epsilon = epsilon * 64  # tensor cores add fp8 products with fewer bits than fp32 has
         finite = ~want.isinf()
         assert ((scores.double() - want).abs() <= epsilon[..., None])[finite].all()
         counts = oracle.candidates(*lengths.values(), args[2], args[1].shape[1], len(ids))
