@@ -6,6 +6,7 @@ Needs `--backend=emulated`. The cases are those of the CPU tests: hostile tables
 
 import cases
 import oracle
+import prefill_problems as problems
 import pytest
 import torch
 
@@ -38,27 +39,10 @@ def check(case, splits=1, causal=True, scale=128**-0.5):
     oracle.check_attention(*attend(case, splits, causal, scale), *want)
 
 
-# page, heads, layout, causal, scales, q_lens, kv_lens: tiles of 64 rows, then of 128
-PROBLEMS = {
-    "decode": (128, (32, 2), "hnd", True, None, [1, 3], [300, 17]),
-    "verify": (64, (8, 2), "packed", True, "head", [4, 0, 2], [200, 64, 129]),
-    "full": (64, (12, 1), "nhd", False, "scalar", [2, 1], [129, 0]),
-    "prefill": (128, (16, 1), "nhd", True, None, [19], [530]),
-    "chunked": (64, (10, 2), "padded", True, "scalar", [30, 7], [131, 400]),
-    "overlapping": (128, (8, 2), "dense", False, "head", [40], [300]),
-    "mha": (128, (2, 2), "hnd", True, None, [140], [140]),
-    "more queries than keys": (128, (16, 1), "hnd", True, None, [30], [9]),
-}
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", problems.DENSE)
 def test_against_float64(emulation, name, dtype):
-    page, heads, layout, causal, scales, q_lens, kv_lens = PROBLEMS[name]
-    case = cases.make(
-        q_lens, kv_lens, heads=heads, page=page, dtype=dtype, layout=layout, scales=scales, pad_rows=len(q_lens) - 1,
-        seed=len(name),
-    )  # fmt: skip
+    case, causal = problems.dense(name, dtype)
     for splits in (1, 3):
         with emulation.policy("eager+race"):
             check(case, splits, causal)

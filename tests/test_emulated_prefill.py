@@ -6,14 +6,14 @@ Union tiles take 16 query heads a KV head; the KV-stationary pipeline takes the 
 
 import cases
 import oracle
+import prefill_problems as problems
 import pytest
 import torch
+from prefill_problems import BF16, DTYPES, E4M3, E5M2, FP16
 
 import m3_sparse
 from m3_sparse import ops
 
-BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
-DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), (FP16, E5M2)]
 POLICIES = ["late", "late:tma", "late:wgmma", "random1+race", "random2+race"]
 FORMULATIONS = ["union", "kv_stationary"]
 RACED = DTYPES[0], DTYPES[2]  # the other programs differ in conversions alone; race checks take most of the time
@@ -80,72 +80,34 @@ def same_bits(got, want, what):
             oracle.check_bitwise(a, b, what)
 
 
-# page, heads, layout, causal, ids a row, scales, q_lens, kv_lens
-PROBLEMS = {
-    "ragged": (128, (16, 1), "hnd", True, 16, None, [9, 0, 1, 14], [9, 4, 129, 900]),
-    "pages of 64": (64, (32, 2), "packed", True, 8, "head", [18, 3], [830, 64]),
-    "full": (64, (16, 1), "nhd", False, 5, "scalar", [2, 11], [129, 530]),
-    "overlapping": (128, (32, 2), "dense", True, 4, "head", [10], [300]),
-    "wide": (128, (16, 1), "padded", True, 32, "scalar", [5, 2], [4500, 0]),
-    "group of 8": (128, (16, 2), "packed", True, 4, "head", [30, 2], [500, 2]),
-    "group of 3": (64, (6, 2), "padded", False, 16, "scalar", [7, 21], [70, 333]),
-    "mha": (128, (3, 3), "nhd", True, 4, "head", [33], [300]),
-    "group of 8, wide": (64, (8, 1), "hnd", True, 20, None, [6], [2900]),
-    "more queries than keys": (128, (16, 1), "hnd", True, 2, None, [30], [9]),
-}
-
-
 @each_dtype
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*problems.RAGGED, *problems.STEEP])
 def test_against_float64(emulation, name, dtypes):
-    page, heads, layout, causal, topk, scales, q_lens, kv_lens = PROBLEMS[name]
-    q, kv = dtypes
-    case = cases.make(
-        q_lens, kv_lens, heads=heads, page=page, dtype=q, kv_dtype=kv, layout=layout, topk=topk, causal=causal,
-        scales=scales if kv.itemsize == 1 else None, pad_rows=len(name) % 2 * 3, seed=len(name),
-    )  # fmt: skip
-    ids = [case.ids, cases.head_major(case.ids), cases.unaligned(case.ids)][len(name) % 3]
-    want = expected(case, causal)
-    for formulation in FORMULATIONS[0 if heads[0] == 16 * heads[1] else 1 :]:
-        with emulation.policy(watched(dtypes)):
-            oracle.check_attention(*attend(case, formulation, causal, ids=ids), *want)
-
-
-def spread(case, first, second):
-    """Tokens of even groups of 4 take the blocks `first`, those of odd groups `second`."""
-    case.ids.fill_(-1)
-    for row in range(case.ids.shape[0]):
-        chosen = torch.tensor(second if row // 4 % 2 else first, dtype=torch.int32)
-        case.ids[row, :, : len(chosen)] = chosen
-    return case
+    """The rest of the grid, under more policies, is below."""
+    problem = problems.attention(name, dtypes)
+    want = problems.expected(problem)
+    for formulation in problem.formulations():
+        with emulation.policy(watched(dtypes) if name in problems.RAGGED else "late"):
+            oracle.check_attention(*problems.attend(problem, formulation), *want)
 
 
 @each_dtype
-@pytest.mark.parametrize(
-    "first, second", [([0, 12], range(1, 9)), (range(2, 10), [0, 1, 11]), ([0, 2, 5], [])], ids=str
-)
+@pytest.mark.parametrize("first, second", problems.HALVES, ids=str)
 def test_gaps_of_union_tiles(emulation, dtypes, first, second):
-    """Blocks that half of a tile has not chosen: as many as there are stages, more, and all of them."""
-    q, kv = dtypes
-    case = spread(cases.make([19], [1560], heads=(16, 1), dtype=q, kv_dtype=kv), list(first), list(second))
+    case = problems.halves(first, second, *dtypes).case
     for policy in ("eager+race", "random2+race") if dtypes in RACED else ("random2",):
         with emulation.policy(policy):
             oracle.check_attention(*attend(case, "union"), *expected(case))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES[2:], ids=lambda d: "-".join(str(x)[6:] for x in d))
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if PROBLEMS[name][1][0] == 16 * PROBLEMS[name][1][1]])
+@pytest.mark.parametrize("name", problems.OF_16)
 def test_a_cache_that_is_widened_first_changes_no_bit(emulation, name, dtypes):
-    page, heads, layout, causal, topk, scales, q_lens, kv_lens = PROBLEMS[name]
-    q, kv = dtypes
-    case = cases.make(
-        q_lens, kv_lens, heads=heads, page=page, dtype=q, kv_dtype=kv, layout=layout, topk=topk, causal=causal,
-        scales=scales, pad_rows=len(name) % 2 * 3, seed=len(name),
-    )  # fmt: skip
+    case, _, causal, _ = problems.attention(name, dtypes)
     want = attend(case, "union", causal)
     with emulation.policy(watched(dtypes)):
         same_bits(by_sequence(case, causal, WIDENED), want, name)
-    entry = next(i for i, n in enumerate(kv_lens) if n > 0)
+    entry = next(i for i, n in enumerate(case.kv_lens) if n > 0)
     case.block_table[entry, 0] = case.k_cache.shape[0]
     with emulation.policy("random1"):
         same_bits(by_sequence(case, causal, WIDENED), attend(case, "union", causal), "a page outside the cache")
@@ -290,16 +252,14 @@ def test_the_default_chooses_by_request(emulation):
 )
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 def test_scale_of_any_sign(emulation, formulation, dtypes, scale):
-    q, kv = dtypes
-    case = cases.make([11], [300], heads=(16, 1), dtype=q, kv_dtype=kv, topk=4)
+    case = problems.scaled(scale, (16, 1), *dtypes).case
     with emulation.policy("eager+race"):
         oracle.check_attention(*attend(case, formulation, scale=scale), *expected(case, scale=scale))
 
 
 @each_dtype
 def test_scale_below_zero_with_8_heads(emulation, dtypes):
-    q, kv = dtypes
-    case = cases.make([11], [300], heads=(8, 1), dtype=q, kv_dtype=kv, topk=4)
+    case = problems.scaled(-0.2, (8, 1), *dtypes).case
     with emulation.policy("eager+race"):
         oracle.check_attention(*attend(case, "kv_stationary", scale=-0.2), *expected(case, scale=-0.2))
 
@@ -315,12 +275,8 @@ def test_lse_may_be_left_out(emulation, formulation):
 @each_dtype
 @pytest.mark.parametrize("page", [64, 128])
 def test_page_numbers_outside_the_cache_contribute_nothing(emulation, page, dtypes):
-    q, kv = dtypes
     for heads in ((16, 1), (8, 1)):
-        case = cases.make([14], [830], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=8, style="clean", seed=page)
-        bad = [1, 3, 6] if page == 128 else [0, 3, 6, 7, 13]
-        wrong = [-1, case.k_cache.shape[0], 1 << 30, -(2**31), -5][: len(bad)]
-        case.block_table[0, bad] = torch.tensor(wrong, dtype=torch.int32)
+        case = problems.outside(page, heads, *dtypes).case
         for formulation in FORMULATIONS[0 if heads[0] == 16 else 1 :]:
             with emulation.policy(watched(dtypes)):
                 oracle.check_attention(*attend(case, formulation), *expected(case))

@@ -7,13 +7,13 @@ fp8 products in float32, so here they keep the bound of the other dtypes.
 
 import cases
 import oracle
+import prefill_problems as problems
 import pytest
 import torch
+from prefill_problems import SCORE_DTYPES as DTYPES
 
 from m3_sparse import ops
 
-BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (E4M3, E4M3)]
 STORED, FUSED = 2, 3
 AT_LEAST_1 = (17,)  # prefill_score's parameter topk (torch_binding.cpp)
 RACED = DTYPES[0], DTYPES[2], DTYPES[4]  # SM100's other programs differ in conversions alone
@@ -59,9 +59,9 @@ def make(q_lens, kv_lens, heads=4, dtypes=DTYPES[0], **options):
 
 
 @each_dtype
-@pytest.mark.parametrize("page, topk", [(128, 4), (64, 3), (128, 20)])
+@pytest.mark.parametrize("page, topk", problems.SCORE_PROBLEMS)
 def test_against_float64(emulation, device, dtypes, page, topk):
-    tensors, lengths = make([70, 5, 0, 33], [2900, 5, 130, 700], dtypes=dtypes, page=page, pad_rows=2, seed=page)
+    tensors, lengths = problems.scoring(page, dtypes)
     race = "+race" if device == "sm_90" or dtypes in RACED else ""
     with emulation.policy("eager" + race):
         scores, ids = check(tensors, lengths, topk=topk)

@@ -1,16 +1,18 @@
 """The KV-stationary prefill on SM100 and SM103 in the PTX emulator, through the public function and the launcher, against
 float64: sm100/prefill.py with the neutral programs around it. No such chip has run it.
 
-Needs `--backend=emulated`. Problems are those of test_emulated_prefill.py. Where the device has two multiprocessors, each
+Needs `--backend=emulated`. Problems are those of prefill_problems.py. Where the device has two multiprocessors, each
 CTA of the forward walks many tiles, of runs of one and of several.
 """
 
 import cases
 import oracle
+import prefill_problems as problems
 import pytest
 import test_emulated_prefill as prefill
 import torch
-from test_emulated_prefill import BF16, DTYPES, E4M3, FP16, attend, expected, in_chunks, same_bits
+from prefill_problems import BF16, DTYPES, E4M3, FP16
+from test_emulated_prefill import attend, expected, in_chunks, same_bits
 
 DEVICES = ["sm_100", "sm_103"]
 RACED = [(BF16, BF16), (FP16, E4M3)]  # race checks take most of the time; the other programs differ in conversions
@@ -20,26 +22,16 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
 
 
-def problem(name, q, kv):
-    page, heads, layout, causal, topk, scales, q_lens, kv_lens = prefill.PROBLEMS[name]
-    case = cases.make(
-        q_lens, kv_lens, heads=heads, page=page, dtype=q, kv_dtype=kv, layout=layout, topk=topk, causal=causal,
-        scales=scales if kv.itemsize == 1 else None, pad_rows=len(name) % 2 * 3, seed=len(name),
-    )  # fmt: skip
-    return case, causal
-
-
 @pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("name", prefill.PROBLEMS)
+@pytest.mark.parametrize("name", [*problems.RAGGED, *problems.STEEP])
 def test_against_float64(emulation, name, number):
-    """Each problem in all pairs of dtypes, half of them on each device."""
-    at = list(prefill.PROBLEMS).index(name)
-    q, kv = DTYPES[number]
-    case, causal = problem(name, q, kv)
-    policy = "eager+race" if (q, kv) in RACED else f"random{at}"
+    """Each problem in all pairs of dtypes, half of them on each device. The rest of the grid is below."""
+    at = list(problems.ATTENTION).index(name)
+    problem = problems.attention(name, DTYPES[number])
+    policy = "eager+race" if DTYPES[number] in RACED and name in problems.RAGGED else f"random{at}"
     with emulation.device(DEVICES[(number + at) % 2], 2 + at % 2), emulation.policy(policy):
-        got = attend(case, "kv_stationary", causal)
-    oracle.check_attention(*got, *expected(case, causal))
+        got = problems.attend(problem, "kv_stationary")
+    oracle.check_attention(*got, *problems.expected(problem))
 
 
 @each_device
@@ -84,8 +76,8 @@ def test_chunks_of_tokens(emulation, device):
 @pytest.mark.parametrize("heads", [(16, 1), (8, 1)], ids=["group16", "group8"])
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
 def test_scale_of_any_sign(emulation, device, heads, scale):
-    for q, kv in DTYPES:
-        case = cases.make([11], [300], heads=heads, dtype=q, kv_dtype=kv, topk=4)
+    for dtypes in DTYPES:
+        case = problems.scaled(scale, heads, *dtypes).case
         with emulation.device(device, 2):
             got = attend(case, "kv_stationary", scale=scale)
         oracle.check_attention(*got, *expected(case, scale=scale))
@@ -94,25 +86,21 @@ def test_scale_of_any_sign(emulation, device, heads, scale):
 @each_device
 @pytest.mark.parametrize("page", [64, 128])
 def test_page_numbers_outside_the_cache_contribute_nothing(emulation, device, page):
-    for (q, kv), heads in ((d, h) for d in DTYPES for h in ((16, 1), (8, 1))):
-        case = cases.make([14], [830], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=8, style="clean", seed=page)
-        bad = [1, 3, 6] if page == 128 else [0, 3, 6, 7, 13]
-        wrong = [-1, case.k_cache.shape[0], 1 << 30, -(2**31), -5][: len(bad)]
-        case.block_table[0, bad] = torch.tensor(wrong, dtype=torch.int32)
+    for dtypes, heads in ((d, h) for d in DTYPES for h in ((16, 1), (8, 1))):
+        case = problems.outside(page, heads, *dtypes).case
         with emulation.device(device, 2), emulation.policy("random4"):
             got = attend(case, "kv_stationary")
         oracle.check_attention(*got, *expected(case))
 
 
 def test_sharp_and_flat_rows(emulation):
-    """Logits far apart, where most exponentials vanish, and all equal; both kinds of exponentials, and their sum."""
     for device in DEVICES:
-        for q, kv in DTYPES[:2]:
-            case = cases.make([24], [500], heads=(16, 1), dtype=q, kv_dtype=kv, topk=4, style="clean", seed=1)
-            for scale in (40.0, 3.0, 1e-3):
+        for dtypes in DTYPES[:2]:
+            for name in ("sharp", "clear", "flat"):
+                problem = problems.attention(name, dtypes)
                 with emulation.device(device, 1):
-                    got = attend(case, "kv_stationary", scale=scale)
-                oracle.check_attention(*got, *expected(case, scale=scale))
+                    got = problems.attend(problem, "kv_stationary")
+                oracle.check_attention(*got, *problems.expected(problem))
 
 
 @each_device

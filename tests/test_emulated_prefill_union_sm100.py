@@ -1,39 +1,37 @@
 """Prefill by union tiles on SM100 and SM103 in the PTX emulator, through the public function and the launcher, against
 float64: sm100/prefill_union.py behind neutral/union.py. No such chip has run it.
 
-Needs `--backend=emulated`. Problems are those of test_emulated_prefill.py with 16 query heads a KV head.
+Needs `--backend=emulated`. Problems are those of prefill_problems.py with 16 query heads a KV head.
 """
 
 import cases
 import oracle
+import prefill_problems as problems
 import pytest
 import test_emulated_prefill as prefill
 import torch
-from test_emulated_prefill import BF16, DTYPES, E4M3, FP16, attend, expected, same_bits
+from prefill_problems import BF16, DTYPES, E4M3, FP16
+from test_emulated_prefill import attend, expected, same_bits
 
 DEVICES = ["sm_100", "sm_103"]
 RACED = [(BF16, BF16), (FP16, E4M3)]
 POLICIES = ["late", "late:tma", "late+race", "random1+race", "random2+race", "random3+race"]
-PROBLEMS = [name for name, (_, heads, *_) in prefill.PROBLEMS.items() if heads[0] == 16 * heads[1]]
 
 each_device = pytest.mark.parametrize("device", DEVICES)
 each_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
 
 
 @each_dtype
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [*problems.OF_16, "sharp", "clear", "flat"])
 def test_against_float64(emulation, name, dtypes):
-    """Each problem in all pairs of dtypes, half of them on each device, which has one or two multiprocessors."""
-    page, heads, layout, causal, topk, scales, q_lens, kv_lens = prefill.PROBLEMS[name]
-    (q, kv), number = dtypes, DTYPES.index(dtypes) + PROBLEMS.index(name)
-    case = cases.make(
-        q_lens, kv_lens, heads=heads, page=page, dtype=q, kv_dtype=kv, layout=layout, topk=topk, causal=causal,
-        scales=scales if kv.itemsize == 1 else None, pad_rows=len(name) % 2 * 3, seed=len(name),
-    )  # fmt: skip
-    policy = "eager+race" if dtypes in RACED else f"random{number}"
+    """Each problem in all pairs of dtypes, half of them on each device, which has one or two multiprocessors. The rest of
+    the grid is below."""
+    number = DTYPES.index(dtypes) + list(problems.ATTENTION).index(name)
+    problem = problems.attention(name, dtypes)
+    policy = "eager+race" if dtypes in RACED and name in problems.RAGGED else f"random{number}"
     with emulation.device(DEVICES[number % 2], 1 + number // 2 % 2), emulation.policy(policy):
-        got = attend(case, "union", causal)
-    oracle.check_attention(*got, *expected(case, causal))
+        got = problems.attend(problem, "union")
+    oracle.check_attention(*got, *problems.expected(problem))
 
 
 @each_device
@@ -66,12 +64,10 @@ def test_neighbours_change_no_bit(emulation, device, dtypes):
 
 
 @each_device
-@pytest.mark.parametrize(
-    "first, second", [([0, 12], range(1, 9)), (range(2, 10), [0, 1, 11]), ([0, 2, 5], [])], ids=str
-)
+@pytest.mark.parametrize("first, second", problems.HALVES, ids=str)
 def test_halves_of_a_tile_that_differ(emulation, device, first, second):
-    for q, kv in RACED:
-        case = prefill.spread(cases.make([19], [1560], heads=(16, 1), dtype=q, kv_dtype=kv), list(first), list(second))
+    for dtypes in RACED:
+        case = problems.halves(first, second, *dtypes).case
         with emulation.device(device, 1), emulation.policy("random2+race"):
             oracle.check_attention(*attend(case, "union"), *expected(case))
 
@@ -79,9 +75,8 @@ def test_halves_of_a_tile_that_differ(emulation, device, first, second):
 @each_device
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 40.0])
 def test_scales(emulation, device, scale):
-    """Of any sign; and logits that grow from block to block, so that rows move their references and O is rescaled."""
-    for q, kv in DTYPES:
-        case = cases.make([11], [900], heads=(16, 1), dtype=q, kv_dtype=kv, topk=6)
+    for dtypes in DTYPES:
+        case = problems.steep(scale, *dtypes).case
         with emulation.device(device):
             got = attend(case, "union", scale=scale)
         oracle.check_attention(*got, *expected(case, scale=scale))
@@ -89,13 +84,8 @@ def test_scales(emulation, device, scale):
 
 @each_device
 def test_references_that_move(emulation, device):
-    """Keys grow by the block: every block moves every row's reference."""
-    for q, kv in DTYPES:
-        case = cases.make([24], [1200], heads=(16, 1), dtype=q, kv_dtype=kv, topk=8, style="clean", seed=6)
-        case.q.fill_(0.25)
-        flat = case.k_cache
-        for i, page in enumerate(case.block_table[0, :10].tolist()):
-            flat[page] = (torch.ones(flat[page].shape) * (0.5 + 0.75 * i)).to(kv)
+    for dtypes in DTYPES:
+        case = problems.growing(*dtypes).case
         with emulation.device(device, 1), emulation.policy("random5"):
             got = attend(case, "union", scale=1.0)
         oracle.check_attention(*got, *expected(case, scale=1.0))
@@ -104,11 +94,8 @@ def test_references_that_move(emulation, device):
 @each_device
 @pytest.mark.parametrize("page", [64, 128])
 def test_page_numbers_outside_the_cache_contribute_nothing(emulation, device, page):
-    for q, kv in DTYPES:
-        case = cases.make([14], [830], heads=(16, 1), page=page, dtype=q, kv_dtype=kv, topk=8, style="clean", seed=page)
-        bad = [1, 3, 6] if page == 128 else [0, 3, 6, 7, 13]
-        wrong = [-1, case.k_cache.shape[0], 1 << 30, -(2**31), -5][: len(bad)]
-        case.block_table[0, bad] = torch.tensor(wrong, dtype=torch.int32)
+    for dtypes in DTYPES:
+        case = problems.outside(page, (16, 1), *dtypes).case
         with emulation.device(device, 1), emulation.policy("random4"):
             got = attend(case, "union")
         oracle.check_attention(*got, *expected(case))
@@ -141,7 +128,7 @@ def test_one_request_chooses(emulation, device, dtypes):
     q, kv = dtypes
     case = cases.make([40], [900], heads=(32, 2), dtype=q, kv_dtype=kv, topk=3, style="clean")
     for first, second in (([0, 1, 4], [0, 1, 4]), ([0, 1, 4], [2, 3, 5])):
-        prefill.spread(case, first, second)
+        problems.spread(case, first, second)
         with emulation.device(device, 3):
             got = prefill.by_sequence(case)
         oracle.check_attention(*got, *expected(case))

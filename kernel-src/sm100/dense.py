@@ -41,7 +41,6 @@ Limits: those of sm90/dense.py.
 from dataclasses import dataclass
 from functools import partial
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as cutlass_sm100
@@ -55,11 +54,11 @@ from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
 
 from shared import blackwell, hopper, ptx, smem, tma
 from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile
+from shared.entries import DenseEntry
 from shared.program import Program
 from shared.softmax import LN_2, LOG2_E, SMALLEST
 
 DIM, ROWS = 128, 128  # of a stage
-THREADS = 512
 NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 COPIED = 32  # columns of O that the epilogue holds at a time
@@ -113,13 +112,15 @@ class Lengths:
         return self.output
 
 
-class Dense(DenseTiles, FlashAttentionForwardSm100):
+class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
     """One variant: dtype and stages of 128 rows."""
+
+    threads = 512
 
     epilogue_threads = ROWS
 
     def __init__(self, dtype, stages):
-        self.kind, self.stages = dtype, stages
+        self.kind, self.stages, self.element = dtype, stages, DTYPES[dtype]
         self.ring = 7 - stages
         self.key_at = stages * SLAB
         self.sums_at = self.key_at + self.ring * SLAB
@@ -541,82 +542,10 @@ class Dense(DenseTiles, FlashAttentionForwardSm100):
     def process_work_tile(self, *unused):
         return True  # OneTile has none without blocks
 
-    @cute.jit
-    def entry(
-        self,
-        page_table: Int64,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        out: Int64,
-        lse: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        page_table_row: Int64,
-        out_split: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_split: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        k_scale_head: Int64,
-        v_scale_head: Int64,
-        tokens: Int32,
-        requests: Int32,
-        page_width: Int32,
-        pages: Int32,
-        page_shift: Int32,
-        reach: Int32,
-        group: Int32,
-        tile_tokens: Int32,
-        neighbours_log2: Int32,  # KV heads whose tiles take turns
-        causal: Int32,
-        splits: Int32,
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            *[tma.example_map(DTYPES[self.kind]) for _ in range(3)],
-            page_table,
-            cu_seqlens,
-            seqused,
-            out,
-            lse,
-            k_scale,
-            v_scale,
-            page_table_row,
-            out_split,
-            out_token,
-            out_head,
-            lse_split,
-            lse_token,
-            lse_head,
-            k_scale_head,
-            v_scale_head,
-            tokens,
-            requests,
-            page_width,
-            pages,
-            page_shift,
-            reach,
-            group,
-            tile_tokens,
-            neighbours_log2,
-            causal,
-            splits,
-            softmax_scale,
-        ).launch(
-            grid=[1, 1, 1],  # the launcher's own: torch-ext/launch/dense.cpp
-            block=[THREADS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 16 + [Int32(1)] * 11 + [Float32(1.0)]
     return [
-        Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages), example)
+        Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages), DenseEntry.example)
         for dtype in DTYPES
         for stages in (1, 2)
     ]

@@ -31,12 +31,12 @@ Budget a block (B200: 4,096 bf16 FMA, 16 exp2 a clock and SM)
 
 import os
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import blackwell, hopper, ptx, smem, softmax, tma
+from shared.entries import UnionEntry
 from shared.program import Program
 from shared.union_loaders import (
     BLOCK,
@@ -58,7 +58,6 @@ from shared.union_loaders import (
     UnionLoaders,
 )
 
-THREADS = 384
 FIRST_CONSUMER = 8  # warp
 REGISTERS = (120, 240)  # a thread: loading, widening and multiplying; softmax. Of 65,536 / 128 in all
 O_COLUMN = 2 * BLOCK  # behind S of two blocks
@@ -68,11 +67,12 @@ POLYNOMIAL = 2  # of 8 pairs
 GROWTH = 8.0  # log2 of what a p may reach before its row's reference moves
 
 
-class PrefillUnion(UnionLoaders):
+class PrefillUnion(UnionEntry, UnionLoaders):
     """One variant: KV dtype."""
 
     def __init__(self, kv_dtype):
         super().__init__(kv_dtype)
+        self.threads = 384
         self.multiplier = LOADER_WARPS - 1 if self.fp8 else LOADER_WARPS  # warp
         self.polynomial = POLYNOMIAL if os.environ.get("CUTE_DSL_ARCH") == "sm_100a" else 0
         # Stages are freed by commits. Published tiles are read by loaders, wideners, multiplier and softmax warps.
@@ -415,73 +415,9 @@ class PrefillUnion(UnionLoaders):
             strides = (out_token, out_head, lse_token, lse_head)
             self.transform(base, memory, out, lse, *strides, bf16_query, warp - FIRST_CONSUMER, lane)
 
-    @cute.jit
-    def entry(
-        self,
-        tiles: Int64,
-        counts: Int64,
-        words: Int64,
-        pages: Int64,
-        choice: Int64,
-        out: Int64,
-        lse: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        k_scale_head: Int64,
-        v_scale_head: Int64,
-        slots: Int32,
-        heads: Int32,
-        requests: Int32,
-        page_bits: Int32,
-        capacity: Int32,
-        causal: Int32,
-        bf16_query: Int32,
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-    ):
-        tensor_map = tma.example_map(cutlass.BFloat16)
-        self.kernel(
-            tensor_map,
-            tensor_map,
-            tensor_map,
-            tiles,
-            counts,
-            words,
-            pages,
-            choice,
-            out,
-            lse,
-            k_scale,
-            v_scale,
-            out_token,
-            out_head,
-            lse_token,
-            lse_head,
-            k_scale_head,
-            v_scale_head,
-            slots,
-            heads,
-            requests,
-            page_bits,
-            capacity,
-            causal,
-            bf16_query,
-            softmax_scale,
-        ).launch(
-            grid=[slots, 1, 1],
-            block=[THREADS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 15 + [Int32(1)] * 7 + [Float32(1.0)]
     return [
-        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), example) for dtype in ("bf16", "f16", "e4m3", "e5m2")
+        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), UnionEntry.example)
+        for dtype in ("bf16", "f16", "e4m3", "e5m2")
     ]

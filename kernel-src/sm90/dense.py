@@ -40,7 +40,6 @@ Limits: head_dim 128, pages of 64 or 128 tokens, 1..16 query heads a KV head, K 
 
 from functools import partial
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
@@ -52,6 +51,7 @@ from quack import layout_utils, sm90_utils
 
 from shared import hopper, ptx, smem, tma
 from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, Mask, OneTile, Output, Tile, row_of, transpose_quad
+from shared.entries import DenseEntry
 from shared.program import Program
 from shared.softmax import LOG2_E, SMALLEST
 
@@ -61,12 +61,12 @@ DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 CONSUMER_REGISTERS = {1: (256, 56), 2: (240, 24)}  # by warpgroups of consumers: theirs and the loader's
 
 
-class Dense(DenseTiles, FlashAttentionForwardSm90):
+class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
     """One variant: dtype and rows of a tile."""
 
     def __init__(self, dtype, rows):
         self.kind, self.dynamic_smem = dtype, rows * 256 + 2 * STAGES * SLAB + 96
-        self.rows = rows
+        self.rows, self.threads, self.element = rows, 128 + 2 * rows, DTYPES[dtype]
 
     def configure(self):
         """What the base class derives from its tensors; needs the compiler's context."""
@@ -351,78 +351,10 @@ class Dense(DenseTiles, FlashAttentionForwardSm90):
             paging = (page_row, page_width, pages, page_shift)
             self.consume(layouts, start, pipelines, tile, output, thread - 128, *paging, group, causal, scale_log2)
 
-    @cute.jit
-    def entry(
-        self,
-        page_table: Int64,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        out: Int64,
-        lse: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        page_table_row: Int64,
-        out_split: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_split: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        k_scale_head: Int64,
-        v_scale_head: Int64,
-        tokens: Int32,
-        requests: Int32,
-        page_width: Int32,
-        pages: Int32,
-        page_shift: Int32,
-        reach: Int32,
-        group: Int32,
-        tile_tokens: Int32,
-        neighbours_log2: Int32,  # KV heads whose tiles take turns
-        causal: Int32,
-        splits: Int32,
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            *[tma.example_map(DTYPES[self.kind]) for _ in range(3)],
-            page_table,
-            cu_seqlens,
-            seqused,
-            out,
-            lse,
-            k_scale,
-            v_scale,
-            page_table_row,
-            out_split,
-            out_token,
-            out_head,
-            lse_split,
-            lse_token,
-            lse_head,
-            k_scale_head,
-            v_scale_head,
-            tokens,
-            requests,
-            page_width,
-            pages,
-            page_shift,
-            reach,
-            group,
-            tile_tokens,
-            neighbours_log2,
-            causal,
-            splits,
-            softmax_scale,
-        ).launch(
-            grid=[1, 1, 1],  # the launcher's own: torch-ext/launch/dense.cpp
-            block=[128 + 2 * self.rows, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 16 + [Int32(1)] * 11 + [Float32(1.0)]
-    return [Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows), example) for dtype in DTYPES for rows in (64, 128)]
+    return [
+        Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows), DenseEntry.example)
+        for dtype in DTYPES
+        for rows in (64, 128)
+    ]

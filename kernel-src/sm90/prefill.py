@@ -51,10 +51,9 @@ Limits
     block, those of earlier tokens too (0 * NaN).
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from shared import hopper, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
@@ -69,15 +68,17 @@ from shared.prefill_loader import (
     TileLoader,
     step_of,
 )
+from shared.entries import PrefillEntry
 from shared.program import Program
 
-THREADS = 512
 FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
 REGISTERS = (32, 80, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 
 
-class Prefill(TileLoader):
+class Prefill(PrefillEntry, TileLoader):
     """One variant: dtype of q (and of the products) and of KV."""
+
+    threads = 512
 
     def __init__(self, q_dtype, kv_dtype, rows):
         self.combine = Partials(q_dtype, rows)
@@ -430,92 +431,11 @@ class Prefill(TileLoader):
                     tiles = [4 * (4 * part + k) + 2 * half for k in range(4)]
                     ptx.store_words(at + 512 * part, [self.pack(O[i], O[i + 1]) for i in tiles])
 
-    @cute.jit
-    def entry(
-        self,
-        chunks: Int64,
-        heads: Int64,
-        entries: Int64,
-        partials: Int64,
-        sums: Int64,
-        k_scale: Int64,
-        k_scale_head: Int64,
-        q_policy: Int64,
-        kv_policy: Int64,
-        chunk: Int32,
-        first_token: Int32,
-        tokens: Int32,
-        first_head: Int32,
-        chunk_heads: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        width: Int32,
-        page_bits: Int32,
-        most_tiles: Int32,
-        early: Int32,
-        opaque: Int32,
-        softmax_scale: Float32,
-        combine_partials: Int64,
-        combine_sums: Int64,
-        state: Int64,
-        out: Int64,
-        lse: Int64,
-        v_scale: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        v_scale_head: Int64,
-        combine_token: Int32,
-        combine_tokens: Int32,
-        combine_head: Int32,
-        selective: Int32,
-        stream: cuda.CUstream,
-    ):
-        maps = [tma.example_map(BFloat16) for _ in range(3)]
-        self.kernel(
-            *maps,
-            chunks,
-            heads,
-            entries,
-            partials,
-            sums,
-            k_scale,
-            k_scale_head,
-            q_policy,
-            kv_policy,
-            chunk,
-            first_token,
-            tokens,
-            first_head,
-            chunk_heads,
-            kv_heads,
-            group,
-            width,
-            page_bits,
-            most_tiles,
-            early,
-            opaque,
-            softmax_scale,
-            combine_partials,
-            combine_sums,
-            state,
-            out,
-            lse,
-            v_scale,
-            out_token,
-            out_head,
-            lse_token,
-            lse_head,
-            v_scale_head,
-            combine_token,
-            combine_tokens,
-            combine_head,
-            selective,
-        ).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
-
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 4
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
-    return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), example) for q, kv in pairs for rows in (16, 8)]
+    return [
+        Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), PrefillEntry.example)
+        for q, kv in pairs
+        for rows in (16, 8)
+    ]

@@ -47,7 +47,6 @@ Limits
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers
@@ -55,11 +54,11 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from shared import fit_fp16, hopper, mma, ptx, query_tiles, ranking, select, smem, tma
+from shared.entries import ScoreEntry
 from shared.program import Program
 from shared.score_fold import LEAST_UNITS, PrefillFold, part_address
 from shared.score_loaders import BLOCK, DIMS, DTYPES, RECORD_BYTES, WIDENERS, ScoreLoaders
 
-THREADS = 384
 # Taken from what the launch gave, 384 x 168: a request for more than that would never be met.
 OTHER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 NEG_INF = float("-inf")
@@ -90,8 +89,10 @@ class Consumer(NamedTuple):
     undo: cute.Tensor  # factor of the row's scores
 
 
-class PrefillScore(ScoreLoaders):
+class PrefillScore(ScoreEntry, ScoreLoaders):
     """One variant of the kernel."""
+
+    threads = 384
 
     def __init__(self, query, key, variant):
         length, tiles = VARIANTS[variant]
@@ -509,67 +510,10 @@ class PrefillScore(ScoreLoaders):
                 ptx.store_words(place + self.rows * 4 * self.length, [best_ids[j + i] for i in range(4)])
                 place = place + self.rows * 16
 
-    @cute.jit
-    def entry(
-        self,
-        q: Int64,
-        k: Int64,
-        out: Int64,
-        parts: Int64,
-        block_table: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        out_slot_stride: Int64,
-        table_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        head_shift: Int32,
-        num_pages: Int32,
-        table_width: Int32,
-        page_shift: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-        vectors: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            tma.example_map(self.query_type),
-            tma.example_map(self.key_type),
-            out,
-            parts,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            out_token_stride,
-            out_head_stride,
-            out_slot_stride,
-            table_stride,
-            num_tokens,
-            num_requests,
-            head_shift,
-            num_pages,
-            table_width,
-            page_shift,
-            topk,
-            local_blocks,
-            init_blocks,
-            vectors,
-        ).launch(
-            grid=[num_requests, 1, 1],
-            block=[THREADS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 11 + [Int32(1)] * 10
     scoring = [
-        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant), example)
+        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant), ScoreEntry.example)
         for query, key in DTYPES
         for variant in VARIANTS
     ]

@@ -45,12 +45,12 @@ Limits
     head_dim 128, 16 query heads a KV head, pages of 64 or 128, K <= 32, blocks < 2^16.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import hopper, ptx, smem, softmax, tma
+from shared.entries import UnionEntry
 from shared.program import Program
 from shared.union_loaders import (
     COUNT_A,
@@ -73,7 +73,7 @@ from shared.union_loaders import (
 )
 
 
-class PrefillUnion(UnionLoaders):
+class PrefillUnion(UnionEntry, UnionLoaders):
     """One variant: KV dtype."""
 
     # ---- consumers: pieces of the main loop
@@ -413,73 +413,9 @@ class PrefillUnion(UnionLoaders):
             strides = (out_token, out_head, lse_token, lse_head)
             self.consume(base, out, lse, *strides, bf16_query, group, warp & 3, lane)
 
-    @cute.jit
-    def entry(
-        self,
-        tiles: Int64,
-        counts: Int64,
-        words: Int64,
-        pages: Int64,
-        choice: Int64,
-        out: Int64,
-        lse: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        k_scale_head: Int64,
-        v_scale_head: Int64,
-        slots: Int32,
-        heads: Int32,
-        requests: Int32,
-        page_bits: Int32,
-        capacity: Int32,
-        causal: Int32,
-        bf16_query: Int32,
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-    ):
-        tensor_map = tma.example_map(cutlass.BFloat16)
-        self.kernel(
-            tensor_map,
-            tensor_map,
-            tensor_map,
-            tiles,
-            counts,
-            words,
-            pages,
-            choice,
-            out,
-            lse,
-            k_scale,
-            v_scale,
-            out_token,
-            out_head,
-            lse_token,
-            lse_head,
-            k_scale_head,
-            v_scale_head,
-            slots,
-            heads,
-            requests,
-            page_bits,
-            capacity,
-            causal,
-            bf16_query,
-            softmax_scale,
-        ).launch(
-            grid=[slots, 1, 1],
-            block=[self.threads, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 15 + [Int32(1)] * 7 + [Float32(1.0)]
     return [
-        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), example) for dtype in ("bf16", "f16", "e4m3", "e5m2")
+        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), UnionEntry.example)
+        for dtype in ("bf16", "f16", "e4m3", "e5m2")
     ]
