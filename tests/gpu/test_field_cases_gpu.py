@@ -1,7 +1,7 @@
 """The failures of test_field_cases.py on a GPU: the AOT kernels where there are any for it, and torch."""
 
 import pytest
-from field_backend import Backend
+from field_helpers import Backend
 from test_field_cases import *
 
 

@@ -1,4 +1,4 @@
-"""One way to call the package for the tests of test_field_cases.py, whatever executes it: torch or aot, CPU or GPU.
+"""What test_field_cases.py builds problems with, and one way to call the package, whatever executes it.
 
 Cases are built, and judged by the oracle, on the CPU; a call moves them to the device and its results back.
 """
@@ -9,6 +9,9 @@ import cases
 import m3_sparse
 import oracle
 import torch
+
+BF16, INF = torch.bfloat16, float("inf")
+GROUP16 = (16, 1)  # heads that every formulation takes
 
 
 def moved(case, device):
@@ -29,10 +32,10 @@ def moved(case, device):
 
 
 class Backend:
-    """`emulated`: the programs run in the PTX emulator, where only small problems end soon."""
+    """Calls one backend's functions with the cases' tensors on a device."""
 
-    def __init__(self, name, device="cpu", emulated=False):
-        self.name, self.device, self.emulated = name, device, emulated
+    def __init__(self, name, device="cpu"):
+        self.name, self.device = name, device
 
     def formulations(self, case):
         """Every way in which sparse_attention can compute a case."""
@@ -59,7 +62,7 @@ class Backend:
         return out.cpu(), lse.cpu()
 
     def every(self, case, formulations=None, **options):
-        """{formulation: (out, lse)}, with "dense" where no selection is involved left to the caller."""
+        """{formulation: (out, lse)}."""
         names = formulations or self.formulations(case)
         return {name: self.sparse(case, formulation=name, **options) for name in names}
 
@@ -107,6 +110,7 @@ class Backend:
         if self.device == "cpu":
             return function
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function()
         stream.synchronize()
@@ -132,3 +136,59 @@ class Backend:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+
+def make(q_lens, kv_lens, heads=GROUP16, **options):
+    return cases.make(q_lens, kv_lens, heads=heads, **{"dtype": BF16, **options})
+
+
+def is_empty(out, lse):
+    return bool((out == 0).all() and (lse == -INF).all())
+
+
+def same(one, other, what):
+    for a, b in zip(one, other):
+        oracle.check_bitwise(a, b, what)
+
+
+def same_everywhere(ones, others):
+    assert ones.keys() == others.keys()
+    for name, one in ones.items():
+        same(one, others[name], f"formulation {name}")
+
+
+def with_ids(case, *rows):
+    """The same ids in every row and head for each of `rows`, cyclically, -1 behind them."""
+    case.ids.fill_(-1)
+    for t in range(len(case.ids)):
+        ids = rows[t % len(rows)]
+        case.ids[t, :, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return case
+
+
+def crafted(values):
+    """One row whose block scores are `values`: few pages, and a table that repeats them."""
+    levels, where = values.to(BF16).unique(return_inverse=True)
+    case = make([1], [128], heads=(1, 1))
+    case.index_k_cache = torch.zeros(len(levels), 128, 128, dtype=BF16)
+    case.index_k_cache[:, :, 0] = levels[:, None]
+    case.index_q = torch.zeros(1, 1, 128, dtype=BF16)
+    case.index_q[..., 0] = 1
+    case.index_table = where.to(torch.int32)[None]
+    case.kv_lens = [128 * len(values)]
+    case.seqused_k = torch.tensor(case.kv_lens, dtype=torch.int32)
+    return case
+
+
+def draw_again(case, seed, kv_lens):
+    """Other lengths, pages, selections and queries, in the same tensors; contents of pages go with their numbers."""
+    gen = cases.generator(seed)
+    order = torch.randperm(len(case.k_cache), generator=gen)
+    for cache in (case.k_cache, case.v_cache):
+        cache.copy_(cache[order].clone())
+    used = (case.block_table >= 0) & (case.block_table < len(order))
+    case.block_table[used] = order.argsort()[case.block_table[used].long()].to(torch.int32)
+    case.seqused_k.copy_(torch.tensor(kv_lens))
+    case.ids.copy_(torch.randint(-2, 8, case.ids.shape, generator=gen))
+    case.q.copy_(torch.randn(case.q.shape, generator=gen))
+    case.index_q.copy_(torch.randn(case.index_q.shape, generator=gen))
