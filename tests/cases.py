@@ -301,3 +301,27 @@ def _call(function, args, kwargs):
     assert isinstance(result, tuple) and len(result) == 2
     assert result[0].data_ptr() == kwargs["out"].data_ptr() and result[1].data_ptr() == kwargs["lse"].data_ptr()
     return kwargs["out"], kwargs["lse"]
+
+
+def hostile(q_lens, kv_lens, q_dtype, kv_dtype, seed):
+    """(arguments and options of sparse_attention, causal, what it is): number `seed` of a row of draws in which every layout,
+    page size and kind of scale comes up."""
+    layout = LAYOUTS[seed % len(LAYOUTS)]
+    heads = [(16, 1), (8, 1), (32, 2), (4, 2), (3, 3), (10, 2)][seed]
+    causal = seed != 4
+    case = make(
+        q_lens,
+        kv_lens,
+        heads=heads,
+        page=64 if seed % 2 else 128,
+        dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        layout=layout,
+        topk=[16, 4, 8, 32, 16, 16][seed],
+        causal=causal,
+        pad_rows=3 if seed % 3 == 0 else 0,
+        scales=[None, "scalar", "head"][seed % 3] if kv_dtype.itemsize == 1 else None,
+        seed=100 + seed,
+    )
+    ids = [case.ids, head_major(case.ids), unaligned(case.ids)][seed % 3]
+    return case.sparse(ids), causal, f"{layout} {heads}"

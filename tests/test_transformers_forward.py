@@ -161,6 +161,40 @@ def test_static_cache(eager, model, size):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_caches_go_in_without_copies(model, monkeypatch, kind):
+    """Keys, values and index keys that the public functions get lie in the cache's own memory: a prefill, a chunk of a
+    padded batch and a decode step."""
+    from transformers import DynamicCache, StaticCache
+
+    static = kind == "static"
+    cache = StaticCache(config=model.config, max_cache_len=LONG + 9) if static else DynamicCache(config=model.config)
+    seen = []
+
+    def watch(name, first, last):
+        function = getattr(adapter, name)
+
+        def watched(*args, **options):
+            seen.extend(x.untyped_storage().data_ptr() for x in args[first:last])
+            return function(*args, **options)
+
+        monkeypatch.setattr(adapter, name, watched)
+
+    watch("select_blocks", 1, 2)
+    watch("sparse_attention", 1, 3)
+    watch("dense_attention", 1, 3)
+    inputs = left_padded([prompt(LONG), prompt(LONG - 50)])
+    for start, end in ((0, 300), (300, LONG - 1), (LONG - 1, LONG)):
+        del seen[:]
+        ids = inputs["input_ids"][:, start:end]
+        model(ids, attention_mask=inputs["attention_mask"][:, :end], past_key_values=cache)
+        held = [
+            x for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor) and x.dim() > 2
+        ]
+        assert len(seen) == 2 + 3 + 3 and set(seen) <= {x.untyped_storage().data_ptr() for x in held}
+
+
+@torch.no_grad()
 def test_all_dense_and_all_sparse_layers(tmp_path):
     for kind in ("full_attention", "minimax_m3_sparse"):
         folder = save_text_model(tmp_path / kind, num_hidden_layers=2, layer_types=[kind] * 2)

@@ -41,28 +41,10 @@ def check(args, options, want, causal=True, what=""):
 @pytest.mark.parametrize("seed", range(6))
 def test_hostile_draws_against_the_oracle(q, kv, seed):
     """Every layout, both page sizes, ragged requests, wild selections, poison, padded rows, per-head scales."""
-    layout = cases.LAYOUTS[seed % len(cases.LAYOUTS)]
-    heads = [(16, 1), (8, 1), (32, 2), (4, 2), (3, 3), (10, 2)][seed]
-    causal = seed != 4
-    case = cases.make(
-        [1, 40, 0, 300, 2, 17],
-        [2049, 130, 0, 700, 700, 128],
-        heads=heads,
-        page=64 if seed % 2 else 128,
-        dtype=q,
-        kv_dtype=kv,
-        layout=layout,
-        topk=[16, 4, 8, 32, 16, 16][seed],
-        causal=causal,
-        pad_rows=3 if seed % 3 == 0 else 0,
-        scales=[None, "scalar", "head"][seed % 3] if kv.itemsize == 1 else None,
-        seed=100 + seed,
-    )
-    ids = [case.ids, cases.head_major(case.ids), cases.unaligned(case.ids)][seed % 3]
-    args, options = case.sparse(ids)
+    (args, options), causal, what = cases.hostile([1, 40, 0, 300, 2, 17], [2049, 130, 0, 700, 700, 128], q, kv, seed)
     want = oracle.sparse_attention(*args, **options, causal=causal)
     gpu = [on_gpu(x) for x in args], {name: on_gpu(x) for name, x in options.items()}
-    check(*gpu, want, causal, f"{layout} {heads}")
+    check(*gpu, want, causal, what)
 
 
 @pytest.mark.parametrize("kv", [BF16, E4M3])

@@ -131,15 +131,24 @@ Status narrow_halves(Warp& w, const Instruction& in) {
                             narrowed(K, from_f16(static_cast<u16>(a[l])), in.imm));
   });
 }
+// The f16 of every code: encoding anew took half the time of programs that read fp8 caches.
+template <Small K>
+const u16* halves() {
+  static const auto table = [] {
+    std::array<u16, 256> all;
+    for (u32 code = 0; code < 256; ++code)
+      all[code] = to_f16(K == kE2m1s ? decode(kE2m1, code & 15) : table_of(K == kE4m3s ? kE4m3 : kE5m2)[code]);
+    return all;
+  }();
+  return table.data();
+}
 template <Small K>
 Status widen_pair(Warp& w, const Instruction& in) {
-  const u16* a = row<u16>(w, in.x[1]);
-  const auto half = [&](u32 code) {
-    const float x = K == kE4m3s   ? table_of(kE4m3)[code & 255]
-                    : K == kE5m2s ? table_of(kE5m2)[code & 255]
-                                  : decode(kE2m1, code & 15);
-    const u32 h = to_f16(x);
-    return in.imm & 1 && h >> 15 ? 0u : h;
+  const u16 *a = row<u16>(w, in.x[1]), *table = halves<K>();
+  const bool relu = in.imm & 1;
+  const auto half = [=](u32 code) {
+    const u32 h = table[K == kE2m1s ? code & 15 : code & 255];
+    return relu && h >> 15 ? 0u : h;
   };
   return each<u32>(w, in.x[0], [=](u32 l) {
     const int bits = K == kE2m1s ? 4 : 8;
