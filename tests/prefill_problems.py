@@ -1,8 +1,8 @@
-"""The grid of small problems that each architecture's own programs must solve: sparse prefill, its scoring, dense attention.
+"""The grid of small problems that each architecture's own programs must solve: sparse prefill, scoring, dense attention.
 
 One grid for all: SM90's, SM100's and SM103's programs in the PTX emulator (tests/test_emulated_prefill*.py,
-test_emulated_dense.py), and those of the GPU that is there (tests/gpu/test_prefill_grid_gpu.py), against the float64 oracle at
-the same tolerances.
+test_emulated_dense.py), and those of the GPU that is there (tests/gpu/test_prefill_grid_gpu.py), against the float64
+oracle at the same tolerances.
 """
 
 import functools

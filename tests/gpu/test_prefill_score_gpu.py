@@ -1,4 +1,4 @@
-"""select_blocks and block_scores for many rows a request on a GPU: prefill_score and its fold, on SM90.
+"""select_blocks and block_scores for many rows a request on a GPU: prefill_score and its fold.
 
 Scores are compared with float64; selections exactly with what the specification makes of the scores that the same
 kernel writes in its `scores` variant.
