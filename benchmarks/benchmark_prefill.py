@@ -143,7 +143,7 @@ def matmul_rate():
     return 2 * 8192**3 / cold / 1e9
 
 
-def measure(m3_sparse, case, flush, formulations, replays=6):
+def measure(m3_sparse, case, flush, formulations, replays=protocol.REPLAYS):
     """{formulation: (cold ms, warm ms)}; None stands for the default."""
     result = {}
     for formulation in (None, *formulations):
@@ -171,7 +171,7 @@ def measure_peers(case, flush, options):
         call()
         torch.cuda.synchronize()
         peers.check_attention(peer.name, problem.out, case.out)
-        return timed(call, flush, 4)
+        return timed(call, flush, protocol.REPLAYS)
 
     return peers.each(peers.attention(case.k.dtype, prefill=True), options.peers, run)
 
@@ -245,9 +245,10 @@ def weighted(m3_sparse, options, flush):
     for dtype in options.dtype or DTYPES:
         for kind in KINDS:
             total = weight = useful = 0.0
-            for c in cases:
+            for i, c in enumerate(cases):
                 if late(options):
-                    break
+                    print(f"weighted {dtype} {kind}: out of time after {i} of {len(cases)} cases, no mean", flush=True)
+                    return
                 case = Case(dtype, c["query_lens"], c["final_kv_lens"], kind)
                 ms = measure(m3_sparse, case, flush, (), 4)[None][0]
                 total, weight, useful = (
