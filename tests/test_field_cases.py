@@ -363,10 +363,17 @@ def test_V9_scales_are_read_by_each_call(backend):
     case = make([3], [260], heads=(32, 2), kv_dtype=E4M3, seed=30)
     buffer = torch.tensor([9.0, 0.5, 2.0, 0.75, 9.0])
     case.k_scale, case.v_scale = buffer[1:3], buffer[2:4]
+    device = moved(case, backend.device)
     first = backend.check(case)
-    buffer.mul_(1.5)
-    again = backend.check(case)
-    assert not torch.equal(first[None][0], again[None][0])
+    backend.every(device)
+    for x in (case, device):  # in place, where the calls read them
+        x.k_scale.copy_(torch.tensor([0.75, 3.0]))
+        x.v_scale.copy_(torch.tensor([3.0, 1.25]))
+    args, lengths = case.sparse()
+    want = oracle.sparse_attention(*args, **lengths)
+    for name, again in backend.every(device).items():
+        oracle.check_attention(*again, *want)
+        assert not torch.equal(first[name][0], again[0])
 
 
 def test_V10_head_counts_that_do_not_divide_are_refused(backend):
