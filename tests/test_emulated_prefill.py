@@ -313,6 +313,22 @@ def test_rows_of_no_ids(emulation, formulation):
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
+@each_dtype
+@pytest.mark.parametrize("page", [64, 128])
+def test_what_is_not_finite_reaches_rows_that_see_it(emulation, page, dtypes):
+    """All tiles in one CTA, and few; for union tiles with a cache widened first, too."""
+    problem, places = problems.blemished(page, (32, 2), *dtypes)
+    with emulation.device("sm_90", 1 if page == 64 else 3), emulation.policy(watched(dtypes)):
+        problems.check_isolation(lambda p: attend(p.case, "union"), problem, places)
+    if dtypes[1].itemsize == 1:
+        with emulation.device("sm_90", 1):
+            problems.check_isolation(lambda p: by_sequence(p.case, True, WIDENED), problem, places)
+    for heads in ((32, 2), (16, 2)):
+        problem, places = problems.blemished(page, heads, *dtypes)
+        with emulation.device("sm_90", 1 if page == 64 else 3), emulation.policy(watched(dtypes)):
+            problems.check_isolation(lambda p: attend(p.case, "kv_stationary"), problem, places)
+
+
 def test_wrong_numbers_stay_inside(emulation):
     """Lengths, pages and ids are data: whatever they hold, only the tensors given are touched. For union tiles, the
     offsets too."""
