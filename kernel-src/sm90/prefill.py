@@ -59,6 +59,7 @@ from shared import hopper, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
 from shared.prefill_loader import (
     CONSUMER_WARPS,
+    END,
     HALF,
     KV_STAGES,
     LAST,
@@ -227,8 +228,6 @@ class Prefill(PrefillEntry, TileLoader):
                         base,
                         warp - FIRST_CONSUMER,
                         lane,
-                        first,
-                        stop,
                         partials,
                         sums,
                         chunk_heads * width,
@@ -270,8 +269,6 @@ class Prefill(PrefillEntry, TileLoader):
         base: Int32,
         warp: Int32,
         lane: Int32,
-        first: Int32,
-        stop: Int32,
         partials: Int64,
         sums: Int64,
         token_slots: Int32,
@@ -297,9 +294,9 @@ class Prefill(PrefillEntry, TileLoader):
         done0, done1 = Int32(-1), Int32(-1)
         for i in cutlass.range_constexpr(64):
             O[i] = Float32(0.0)
-        for tile in cutlass.range(first, stop - 1, 1, unroll=1):
-            smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
-            entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+        smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
+        entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+        while (flags_n & END) == 0:
             if (flags_n & NEW) != 0:
                 k_use = k_use + 2
                 self.wait_for_block(base, k_use)
@@ -333,6 +330,8 @@ class Prefill(PrefillEntry, TileLoader):
             stage = stage + 1
             if stage == self.q_stages:
                 stage, parity = Int32(0), parity ^ 1
+            smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
+            entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
         self.store_partial(O, lane, done0, done1, partials)
         hopper.pin(O)
         if (flags & NEW) != 0:
