@@ -151,29 +151,29 @@ def kinds(kv):
     return [math.nan] if kv == E4M3 else [math.nan, math.inf, -math.inf]
 
 
-def check_isolation(run, problem, places):
-    """`run(problem)` -> (out, lse). A NaN or infinity in V or K is in the results of the rows that see it, in V in its
-    columns alone, and nothing else changes by a bit."""
-    case = problem.case
-    clean, usual = run(problem), expected(problem)
+def check_isolation(problem, places, *runs):
+    """Each of `runs`: problem -> (out, lse). A NaN or infinity in V or K is in the results of the rows that see it, in V in
+    its columns alone, and nothing else changes by a bit."""
+    case, usual = problem.case, expected(problem)
+    clean = [run(problem) for run in runs]
     for cache in (case.v_cache, case.k_cache):
         before = spoil(case, cache, places, kinds(cache.dtype))
-        out, lse = run(problem)
-        want, want_lse = expected(problem)
+        results, (want, want_lse) = [run(problem) for run in runs], expected(problem)
         cache.view(torch.uint8).copy_(before.view(torch.uint8))
         finite = want.isfinite()
         assert finite.any() and not finite.all()
-        if cache is case.v_cache:
-            oracle.check_bitwise(lse, clean[1], "lse, of which V is no part")
-            shown = torch.where(finite, 0.0, want)
-            oracle.check_close(torch.where(finite, 0.0, out.double()), shown, 0, 0, "what isn't finite")
-            oracle.check_bitwise(torch.where(finite, out, 0), torch.where(finite, clean[0], 0), "what is finite")
-        else:
+        for (out, lse), (clean_out, clean_lse) in zip(results, clean):
+            if cache is case.v_cache:
+                oracle.check_bitwise(lse, clean_lse, "lse, of which V is no part")
+                shown = torch.where(finite, 0.0, want)
+                oracle.check_close(torch.where(finite, 0.0, out.double()), shown, 0, 0, "what isn't finite")
+                oracle.check_bitwise(torch.where(finite, out, 0), torch.where(finite, clean_out, 0), "what is finite")
+                continue
             seen = want.isnan().any(-1)
             assert out[seen].isnan().all() and not lse[seen].isfinite().any()
             moved = ~seen & ((want != usual[0]).any(-1) | (want_lse != usual[1]))  # a logit of -inf: weight 0
             oracle.check_attention(out[moved], lse[moved], want[moved], want_lse[moved])
-            for got, old, what in zip((out, lse), clean, ("out", "lse")):
+            for got, old, what in ((out, clean_out, "out"), (lse, clean_lse, "lse")):
                 oracle.check_bitwise(got[~(seen | moved)], old[~(seen | moved)], what)
 
 

@@ -314,19 +314,15 @@ def test_rows_of_no_ids(emulation, formulation):
 
 
 @each_dtype
-@pytest.mark.parametrize("page", [64, 128])
-def test_what_is_not_finite_reaches_rows_that_see_it(emulation, page, dtypes):
+@pytest.mark.parametrize("page, group", [(64, 16), (128, 16), (64, 8)])
+def test_what_is_not_finite_reaches_rows_that_see_it(emulation, page, group, dtypes):
     """All tiles in one CTA, and few; for union tiles with a cache widened first, too."""
-    problem, places = problems.blemished(page, (32, 2), *dtypes)
+    problem, places = problems.blemished(page, (2 * group, 2), *dtypes)
+    runs = [lambda p: attend(p.case, "kv_stationary")]
+    runs += [lambda p: attend(p.case, "union")] if group == 16 else []
+    runs += [lambda p: by_sequence(p.case, True, WIDENED)] if group == 16 and dtypes[1].itemsize == 1 else []
     with emulation.device("sm_90", 1 if page == 64 else 3), emulation.policy(watched(dtypes)):
-        problems.check_isolation(lambda p: attend(p.case, "union"), problem, places)
-    if dtypes[1].itemsize == 1:
-        with emulation.device("sm_90", 1):
-            problems.check_isolation(lambda p: by_sequence(p.case, True, WIDENED), problem, places)
-    for heads in ((32, 2), (16, 2)):
-        problem, places = problems.blemished(page, heads, *dtypes)
-        with emulation.device("sm_90", 1 if page == 64 else 3), emulation.policy(watched(dtypes)):
-            problems.check_isolation(lambda p: attend(p.case, "kv_stationary"), problem, places)
+        problems.check_isolation(problem, places, *runs)
 
 
 def test_wrong_numbers_stay_inside(emulation):

@@ -135,7 +135,7 @@ def test_what_is_not_finite_reaches_rows_that_see_it(emulation, device, dtypes):
         problem, places = problems.blemished(page, heads, *dtypes)
         policy = "random1+race" if dtypes in RACED else "late"
         with emulation.device(device, 1 if page == 64 else 3), emulation.policy(policy):
-            problems.check_isolation(lambda p: attend(p.case, "kv_stationary"), problem, places)
+            problems.check_isolation(problem, places, lambda p: attend(p.case, "kv_stationary"))
 
 
 @each_device

@@ -141,7 +141,7 @@ def test_what_is_not_finite_reaches_rows_that_see_it(emulation, device, page):
         problem, places = problems.blemished(page, (32, 2), *dtypes)
         policy = "random1+race" if dtypes in RACED else "late"
         with emulation.device(device, 1 if page == 64 else 3), emulation.policy(policy):
-            problems.check_isolation(lambda p: attend(p.case, "union"), problem, places)
+            problems.check_isolation(problem, places, lambda p: attend(p.case, "union"))
 
 
 @each_device
