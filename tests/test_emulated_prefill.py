@@ -314,7 +314,7 @@ def test_rows_of_no_ids(emulation, formulation):
 
 
 @each_dtype
-@pytest.mark.parametrize("page, group", [(64, 16), (128, 16), (64, 8)])
+@pytest.mark.parametrize("page, group", [(64, 16), (128, 16), (64, 8), (128, 8)])
 def test_what_is_not_finite_reaches_rows_that_see_it(emulation, page, group, dtypes):
     """All tiles in one CTA, and few; for union tiles with a cache widened first, too."""
     problem, places = problems.blemished(page, (2 * group, 2), *dtypes)

@@ -120,7 +120,7 @@ class TileLoader:
                 run_least = ptx.warp_min(self.limit_of(entry, shift, columns))
             flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
             tail = (flags, page_a, page_b, shift, columns, run, stage, q_parity, landed)
-            landed = self.publish(base, lane, entry, head, *tile_of, *block_of, *tail)
+            landed = self.publish(False, base, lane, entry, head, *tile_of, *block_of, *tail)
             stage, q_parity = self.stage_after(stage, q_parity)
             published = published + 1
             if is_last & (run_least < (columns & 0xFF)):
@@ -137,8 +137,7 @@ class TileLoader:
             entry = entry_n
             ptx.warp_barrier()
         for _ in cutlass.range(self.turns, unroll=1):
-            tail = (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), run, stage, q_parity, landed)
-            landed = self.publish(base, lane, Int32(-1), first_head, *tile_of, *block_of, *tail)
+            self.publish_end(base, lane, stage, q_parity)
             stage, q_parity = self.stage_after(stage, q_parity)
         if cutlass.const_expr(self.fp8):
             run = run + 1
@@ -161,8 +160,25 @@ class TileLoader:
         return ptx.select(entry < 0, Int32(127), ptx.minimum_i32(columns & 0xFF, (entry >> 5) + shift))
 
     @cute.jit
+    def publish_end(self, base: Int32, lane: Int32, stage: Int32, q_parity: Int32):
+        """A tile without tokens, behind the last one."""
+        smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
+        meta = base + self.meta_at + stage * META_BYTES
+        if lane < self.tokens:
+            smem.store_i32(meta + lane * 4, Int32(-1))
+        if lane == 16:
+            smem.store_i32x4(meta + 64, [Int32(END)] + [Int32(0)] * 3)
+        ptx.warp_barrier()
+        hopper.mbarrier_arrive_if(self.bar(base, "q_full", stage), Int32(lane == 0))
+        self.ask_for_nothing(base, lane, stage)
+
+    def ask_for_nothing(self, base, lane, stage):
+        pass
+
+    @cute.jit
     def publish(
         self,
+        cut: cutlass.Constexpr,  # some rows of V are certain to be cut off
         base: Int32,
         lane: Int32,
         entry: Int32,  # of the lane's token
@@ -210,7 +226,7 @@ class TileLoader:
         ptx.warp_barrier()
         self.ask_for_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
         if (flags & NEW) != 0:
-            landed = self.load_values(base, lane, v_map, head, *pages, run, columns & 0xFF, landed)
+            landed = self.load_values(cut, base, lane, v_map, head, *pages, run, columns & 0xFF, landed)
         return landed
 
     @cute.jit
@@ -293,7 +309,7 @@ class TileLoader:
                 seen = (columns & ~0xFF) | (ptx.shuffle(limit, token) & 0xFF)
                 run = run + 1
                 tail = (Int32(NEW | LAST), page_a, page_b, shift, seen, run, stage, q_parity, landed)
-                landed = self.publish(base, lane, only, head, *tile_of, *block_of, *tail)
+                landed = self.publish(True, base, lane, only, head, *tile_of, *block_of, *tail)
                 stage, q_parity = self.stage_after(stage, q_parity)
                 published = published + 1
                 left = ptx.select(turn, left & (left - 1), left)
@@ -374,6 +390,7 @@ class TileLoader:
     @cute.jit
     def load_values(
         self,
+        cut: cutlass.Constexpr,
         base: Int32,
         lane: Int32,
         v_map: Int64,
@@ -397,7 +414,8 @@ class TileLoader:
             stage, parity = step_of(2 * run + 1)
             target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
             smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
-            if seen == 127:
+            whole = Int32(0 if cut else seen == 127)
+            if whole != 0:
                 if lane == 0:
                     self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, full)
             else:

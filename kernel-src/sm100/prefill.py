@@ -265,6 +265,10 @@ class Prefill(PrefillEntry, TileLoader):
             return self.gather_queries(base, lane, stage, *where)
         hopper.mbarrier_arrive_if(self.bar(base, "q_asked", stage), Int32(lane == 0))
 
+    def ask_for_nothing(self, base, lane, stage):
+        if not self.fp8:
+            hopper.mbarrier_arrive_if(self.bar(base, "q_asked", stage), Int32(lane == 0))
+
     @cute.jit
     def gather(
         self,
