@@ -119,7 +119,7 @@ class TileLoader:
                 run_first, run_published = tile, published
                 run_least = ptx.warp_min(self.limit_of(entry, shift, columns))
             flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
-            tail = (flags, page_a, page_b, shift, columns, run, stage, q_parity, landed)
+            tail = (flags, page_a, page_b, shift, columns, run, stage, q_parity, landed, run_least)
             landed = self.publish(False, base, lane, entry, head, *tile_of, *block_of, *tail)
             stage, q_parity = self.stage_after(stage, q_parity)
             published = published + 1
@@ -204,6 +204,7 @@ class TileLoader:
         stage: Int32,
         q_parity: Int32,
         landed: Int32,
+        least: Int32,  # rows of V up to here are seen by all tokens of the run; 127: not of interest
     ):
         """A tile: K and V of its block if it is the first of its run, Q, and what the consumers must know. Returns the
         parity of `v_landed`."""
@@ -226,28 +227,28 @@ class TileLoader:
         ptx.warp_barrier()
         self.ask_for_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
         if (flags & NEW) != 0:
-            landed = self.load_values(cut, base, lane, v_map, head, *pages, run, columns & 0xFF, landed)
+            landed = self.load_values(cut, base, lane, v_map, head, *pages, run, columns & 0xFF, landed, least)
         return landed
 
     @cute.jit
     def find_nonfinite(self, base: Int32, lane: Int32, run: Int32, least: Int32, seen: Int32):
         """Whether V of the run has a NaN or infinity in rows least + 1 to seen; the same in all lanes."""
         found = Int32(0)
-        least, seen = ptx.maximum_i32(least, Int32(-1)), ptx.minimum_i32(seen, Int32(127))
         if cutlass.const_expr(self.fp8):
-            smem.mbarrier_wait(self.bar(base, "raw_full", 1), run & 1)
-            for at in cutlass.range((least + 1) * 8 + lane, (seen + 1) * 8, 32, unroll=1):
-                for word in smem.load_i32x4(base + self.raw_at + RAW_BYTES + at * 16):
-                    found = found | self.nonfinite_bytes(word)
+            # The widening warps have looked; a next block would find the buffer free.
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 1), run & 1)
+            for warp in cutlass.range_constexpr(self.wideners // 32):
+                found = found | smem.load_i32(base + self.raw_meta + 8 + 4 * warp)
         else:
             stage, parity = step_of(2 * run + 1)
             smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
             values = base + self.kv_at + stage * TILE_BYTES
+            least, seen = ptx.maximum_i32(least, Int32(-1)), ptx.minimum_i32(seen, Int32(127))
             for at in cutlass.range((least + 1) * 8 + lane, (seen + 1) * 8, 32, unroll=1):
                 for half in cutlass.range_constexpr(2):
                     for word in smem.load_i32x4(values + half * HALF + at * 16):
                         found = found | self.nonfinite_halves(word)
-        ptx.warp_barrier()
+            ptx.warp_barrier()
         return ptx.ballot(found)
 
     def nonfinite_halves(self, word):
@@ -308,7 +309,7 @@ class TileLoader:
                 only = ptx.select(turn & (lane == token), entry, Int32(-1))
                 seen = (columns & ~0xFF) | (ptx.shuffle(limit, token) & 0xFF)
                 run = run + 1
-                tail = (Int32(NEW | LAST), page_a, page_b, shift, seen, run, stage, q_parity, landed)
+                tail = (Int32(NEW | LAST), page_a, page_b, shift, seen, run, stage, q_parity, landed, Int32(127))
                 landed = self.publish(True, base, lane, only, head, *tile_of, *block_of, *tail)
                 stage, q_parity = self.stage_after(stage, q_parity)
                 published = published + 1
@@ -402,12 +403,13 @@ class TileLoader:
         run: Int32,
         seen: Int32,
         landed: Int32,
+        least: Int32,
     ):
         """Rows of V past column `seen`, which no token sees, become zeros. Returns the parity of `v_landed`."""
         if cutlass.const_expr(self.fp8):
             smem.mbarrier_wait(self.bar(base, "raw_empty", 1), (run & 1) ^ 1)
             if lane == 0:
-                smem.store_i32(base + self.raw_meta + 4, seen)
+                smem.store_i32(base + self.raw_meta + 4, seen | (ptx.maximum_i32(least, Int32(-1)) << 8))
                 full = self.bar(base, "raw_full", 1)
                 self.load_block(base + self.raw_at + RAW_BYTES, v_map, head, page_a, page_b, page_bits, policy, full)
         else:
@@ -444,11 +446,14 @@ class TileLoader:
             if going != 0:
                 self.widen_one(base, thread, lane, 2 * run, 0, Int32(127))
                 smem.mbarrier_wait(self.bar(base, "raw_full", 1), run & 1)
-                self.widen_one(base, thread, lane, 2 * run + 1, 1, smem.load_i32(base + self.raw_meta + 4))
+                seen = smem.load_i32(base + self.raw_meta + 4)
+                self.widen_one(base, thread, lane, 2 * run + 1, 1, seen & 0xFF, seen >> 8)
             run = run + 1
 
     @cute.jit
-    def widen_one(self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32):
+    def widen_one(
+        self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32, least=127
+    ):
         stage, parity = step_of(use)
         smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
         self.widen_block(base + self.raw_at + raw * RAW_BYTES, base + self.kv_at + stage * TILE_BYTES, thread, seen)
@@ -456,7 +461,21 @@ class TileLoader:
         ptx.warp_barrier()
         if lane == 0:
             hopper.mbarrier_arrive(self.bar(base, "kv_full", stage))
-            hopper.mbarrier_arrive(self.bar(base, "raw_empty", raw))
+        if cutlass.const_expr(raw == 1):
+            self.look_through(base, thread, lane, least, ptx.minimum_i32(seen, Int32(127)))
+        hopper.mbarrier_arrive_if(self.bar(base, "raw_empty", raw), Int32(lane == 0))
+
+    @cute.jit
+    def look_through(self, base: Int32, thread: Int32, lane: Int32, least: Int32, seen: Int32):
+        """Rows least + 1 to seen of raw V, if any: each warp says whether it has met a NaN or infinity."""
+        if least < seen:
+            found = Int32(0)
+            for at in cutlass.range((least + 1) * 8 + thread, (seen + 1) * 8, self.wideners, unroll=1):
+                for word in smem.load_i32x4(base + self.raw_at + RAW_BYTES + at * 16):
+                    found = found | self.nonfinite_bytes(word)
+            votes = ptx.ballot(found)
+            smem.store_i32_if(base + self.raw_meta + 8 + (thread >> 5) * 4, votes, Int32(lane == 0))
+            ptx.warp_barrier()
 
     @cute.jit
     def widen_block(self, source: Int32, target: Int32, thread: Int32, seen: Int32):

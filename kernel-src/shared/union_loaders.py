@@ -166,10 +166,10 @@ class UnionLoaders:
             for first in cutlass.range(0, entries, 32, unroll=1):
                 next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
                 votes = ptx.ballot((word >> 24) & tokens)
+                a, b = self.lowest_of(votes, page_a, page_b)
                 while votes != 0:
-                    i = lowest_bit(votes)
                     votes = votes & (votes - 1)
-                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
+                    following = self.lowest_of(votes, page_a, page_b)  # here, where it's done while this waits
                     count = count - 1
                     smem.mbarrier_wait(empty + stage * 8, parity)
                     there, bar = target + stage * TILE, full + stage * 8
@@ -184,6 +184,7 @@ class UnionLoaders:
                             edges = edges ^ 1
                             self.clear_rows(there, tail, lane)
                             hopper.mbarrier_arrive_if(full + stage * 8, Int32(lane == 0))
+                    a, b = following
                     stage = stage + 1
                     if stage == self.stages:
                         stage, parity = Int32(0), parity ^ 1
@@ -191,6 +192,11 @@ class UnionLoaders:
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
             count = self.next_count(base, buffer, turn)
+
+    def lowest_of(self, votes, *values):
+        """Those of the lowest lane that has voted."""
+        lane = lowest_bit(votes)
+        return [ptx.shuffle(x, lane) for x in values]
 
     def load_pages(self, words, pages, at, entries, wide):
         """Of entry `at`: the page of the whole block, or those of its halves, and its word; 0 behind the last entry."""
@@ -277,16 +283,17 @@ class UnionLoaders:
             for first in cutlass.range(0, entries, 32, unroll=1):
                 next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
                 votes = ptx.ballot((word >> 24) & tokens)
+                a, b = self.lowest_of(votes, page_a, page_b)
                 while votes != 0:
-                    i = lowest_bit(votes)
                     votes = votes & (votes - 1)
-                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
+                    following = self.lowest_of(votes, page_a, page_b)  # here, where it's done while this waits
                     for operand in cutlass.range_constexpr(2):
                         name, tensor_map = ("k", "v")[operand], (k_map, v_map)[operand]
                         smem.mbarrier_wait(base + self.barriers[name + "_raw_empty"] + stage * 8, parity)
                         there = base + self.raw_at[name] + stage * RAW_TILE
                         if lane == 0:
                             self.copy_raw(there, tensor_map, head, a, b, wide, name, base, stage)
+                    a, b = following
                     stage = stage + 1
                     if stage == RAW_STAGES:
                         stage, parity = Int32(0), parity ^ 1
@@ -425,9 +432,12 @@ class UnionLoaders:
                 slot = slots - 1 - (x - head * slots)
                 facts = self.facts(*sources, head, slot)
                 buffer, turn = self.settle(base, *sources, *lists[:2], *lists[3:], buffer, turn, lane)
-                tokens = ptx.select(ending != 0, Int32(0), Int32(255))
+                first, tile_tokens, end, length, entries, scale, scale_v = facts
+                if ending != 0:
+                    entries, tile_tokens = Int32(0), Int32(0)
+                facts = (first, tile_tokens, end, length, entries, scale, scale_v)
                 least = ptx.select((ending != 0) & (votes == 0), Int32(-1), Int32(0))
-                self.publish(base, *lists, head, slot, *facts, tokens, Int32(-1), least, buffer, lane)
+                self.publish(base, *lists, head, slot, *facts, Int32(255), Int32(-1), least, buffer, lane)
                 buffer = buffer ^ 1
                 turn = turn ^ (buffer ^ 1)
 
