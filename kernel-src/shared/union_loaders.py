@@ -137,10 +137,10 @@ class UnionLoaders(UnionTiles):
             for first in cutlass.range(0, entries, 32, unroll=1):
                 next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
                 votes = ptx.ballot((word >> 24) & tokens)
-                a, b = self.lowest_of(votes, page_a, page_b)
                 while votes != 0:
+                    i = lowest_bit(votes)
                     votes = votes & (votes - 1)
-                    following = self.lowest_of(votes, page_a, page_b)  # here, where it's done while this waits
+                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
                     count = count - 1
                     smem.mbarrier_wait(empty + stage * 8, parity)
                     there, bar = target + stage * TILE, full + stage * 8
@@ -155,7 +155,6 @@ class UnionLoaders(UnionTiles):
                             edges = edges ^ 1
                             self.clear_rows(there, tail, lane)
                             hopper.mbarrier_arrive_if(full + stage * 8, Int32(lane == 0))
-                    a, b = following
                     stage = stage + 1
                     if stage == self.stages:
                         stage, parity = Int32(0), parity ^ 1
@@ -163,11 +162,6 @@ class UnionLoaders(UnionTiles):
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
             count = self.next_count(base, buffer, turn)
-
-    def lowest_of(self, votes, *values):
-        """Those of the lowest lane that has voted."""
-        lane = lowest_bit(votes)
-        return [ptx.shuffle(x, lane) for x in values]
 
     def load_pages(self, words, pages, at, entries, wide):
         """Of entry `at`: the page of the whole block, or those of its halves, and its word; 0 behind the last entry."""
@@ -254,17 +248,16 @@ class UnionLoaders(UnionTiles):
             for first in cutlass.range(0, entries, 32, unroll=1):
                 next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
                 votes = ptx.ballot((word >> 24) & tokens)
-                a, b = self.lowest_of(votes, page_a, page_b)
                 while votes != 0:
+                    i = lowest_bit(votes)
                     votes = votes & (votes - 1)
-                    following = self.lowest_of(votes, page_a, page_b)  # here, where it's done while this waits
+                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
                     for operand in cutlass.range_constexpr(2):
                         name, tensor_map = ("k", "v")[operand], (k_map, v_map)[operand]
                         smem.mbarrier_wait(base + self.barriers[name + "_raw_empty"] + stage * 8, parity)
                         there = base + self.raw_at[name] + stage * RAW_TILE
                         if lane == 0:
                             self.copy_raw(there, tensor_map, head, a, b, wide, name, base, stage)
-                    a, b = following
                     stage = stage + 1
                     if stage == RAW_STAGES:
                         stage, parity = Int32(0), parity ^ 1
