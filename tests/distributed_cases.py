@@ -1,0 +1,156 @@
+"""Tensor parallelism in transformers, several processes of one machine over gloo against one process.
+
+    python tests/distributed_cases.py build/torch-cpu --ranks 2
+
+Run by test_distributed.py, or alone with any transformers on PYTHONPATH. Imports once and forks: a process costs no
+second start. Every process plays a rank that torchrun would have started, with the same environment variables.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tiny_models  # noqa: E402
+from smoke_transformers import import_package  # noqa: E402
+
+LENGTHS = (tiny_models.LONG, 300)
+NEW_TOKENS = 6
+
+
+class Recorder:
+    """Stands for select_blocks in the adapter and keeps what it returned."""
+
+    def __init__(self, adapter):
+        self.function, self.selections = adapter.select_blocks, []
+        adapter.select_blocks = self
+
+    def __call__(self, *args, **options):
+        self.selections.append(self.function(*args, **options))
+        return self.selections[-1]
+
+
+def run_model(folder, recorder, **options):
+    """What one and several processes must agree on."""
+    model = tiny_models.load(folder, "m3_sparse", **options)
+    batch = tiny_models.left_padded([tiny_models.prompt(n, seed=n) for n in LENGTHS])
+    single = {"input_ids": batch["input_ids"][:1]}
+    result = {"parameters": {name: tuple(p.shape) for name, p in model.named_parameters()}}
+    with torch.no_grad():
+        recorder.selections.clear()
+        output = model(**batch, use_cache=True)
+        result["logits"], result["selections"] = output.logits, list(recorder.selections)
+        cache = output.past_key_values
+        result["caches"] = [(x.keys.shape[1], getattr(x, "idx_keys", None)) for x in cache.layers]
+        result["tokens"] = tiny_models.greedy(model, NEW_TOKENS, **single)
+        padded = {name: x for name, x in batch.items() if name != "position_ids"}
+        result["padded tokens"] = tiny_models.greedy(model, NEW_TOKENS, **padded)
+        result["static tokens"] = model.generate(
+            **single, max_new_tokens=NEW_TOKENS, do_sample=False, cache_implementation="static", disable_compile=True
+        )[:, LENGTHS[0] :]
+    loss = model(single["input_ids"], labels=single["input_ids"]).loss
+    loss.backward()
+    result["loss"] = loss.detach()
+    wanted = [name for name, _ in model.named_parameters() if ".layers.1.self_attn." in name]
+    parameters = dict(model.named_parameters())
+    result["gradients"] = {name: whole(parameters[name].grad) for name in wanted if parameters[name].grad is not None}
+    return result
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def rank_main(rank, ranks, port, package, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    recorder = Recorder(sys.modules[package + ".transformers"])
+    expected = torch.load(folder / "expected.pt")
+    found = run_model(folder, recorder, tp_plan="auto")
+    compare(found, expected, rank, ranks)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def compare(found, expected, rank, ranks):
+    kv_heads = expected["caches"][0][0]
+    # Older versions run all heads on every rank, as transformers' plan has it.
+    by_head = kv_heads % ranks == 0 and hasattr(transformers.PreTrainedModel, "maybe_distribute_model")
+    share = kv_heads // ranks if by_head else kv_heads
+    first = rank * share if by_head else 0
+    assert [heads for heads, _ in found["caches"]] == [share] * len(expected["caches"])
+    differences = [("logits", found["logits"], expected["logits"]), ("loss", found["loss"], expected["loss"])]
+    assert found["gradients"].keys() == expected["gradients"].keys() and len(found["gradients"]) >= 6
+    differences += [(name, found["gradients"][name], x) for name, x in expected["gradients"].items()]
+    for name, a, b in differences:
+        if a.shape != b.shape:  # a plain shard, in versions without DTensors
+            (dim,) = [i for i in range(b.dim()) if a.shape[i] != b.shape[i]]
+            b = b.chunk(ranks, dim)[rank]
+        error = float((a - b).abs().max() / b.abs().max())
+        assert error < 1e-4, f"rank {rank}: {name} differs by {error:.1e}"
+    for mine, all_heads in zip(found["selections"], expected["selections"], strict=True):
+        assert torch.equal(mine, all_heads[:, first : first + share]), f"rank {rank}: another selection"
+    for name in ("tokens", "padded tokens", "static tokens"):
+        assert torch.equal(found[name], expected[name]), f"rank {rank}: {name} {found[name]}, not {expected[name]}"
+    if rank == 0:
+        logits = float((found["logits"] - expected["logits"]).abs().max())
+        print(f"{ranks} ranks: {share} of {kv_heads} KV heads a rank, logits within {logits:.1e}", flush=True)
+
+
+def fork(ranks, function, *arguments):
+    """Run function(rank, ranks, port, ...) in forked processes; True if all end well."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                function(rank, ranks, port, *arguments)
+                status = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(status)
+        children.append(child)
+    return all([os.waitpid(child, 0)[1] == 0 for child in children])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("variant")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", "Passing `tp_plan` directly")
+    print("transformers", transformers.__version__)
+    import_package(options.variant)
+    package = sys.modules["m3_sparse"]
+    with tempfile.TemporaryDirectory() as folder:
+        folder = tiny_models.save_text_model(Path(folder))
+        adapter = sys.modules[package.__name__ + ".transformers"]
+        recorder = Recorder(adapter)
+        torch.save(run_model(folder, recorder), folder / "expected.pt")
+        adapter.select_blocks = recorder.function
+        for ranks in options.ranks:
+            if not fork(ranks, rank_main, package.__name__, folder):
+                sys.exit(f"{ranks} ranks: failed")
+            print(f"{ranks} ranks ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()
