@@ -1,4 +1,4 @@
-"""Tensor parallelism in transformers, several processes of one machine over gloo against one process.
+"""Tensor parallelism in transformers and context-parallel decode, several processes over gloo against one process.
 
     python tests/distributed_cases.py build/torch-cpu --ranks 2
 
@@ -19,8 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "examples")]
 
+import context_parallel_decode  # noqa: E402
 import tiny_models  # noqa: E402
 from smoke_transformers import import_package  # noqa: E402
 
@@ -71,15 +73,24 @@ def whole(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def rank_main(rank, ranks, port, package, folder):
+def rank_main(rank, ranks, port, variant, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    recorder = Recorder(sys.modules[package + ".transformers"])
+    recorder = Recorder(sys.modules["m3_sparse.transformers"])
     expected = torch.load(folder / "expected.pt")
     found = run_model(folder, recorder, tp_plan="auto")
     compare(found, expected, rank, ranks)
+    options = context_parallel_options(variant)
+    context_parallel_decode.run(options, torch.device("cpu"), rank, ranks)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def context_parallel_options(variant):
+    """Three requests, one of them shorter than a page."""
+    return argparse.Namespace(
+        device="cpu", variant=Path(variant), requests=3, tokens=4500, steps=3, drafts=2, heads=8, kv_heads=2
+    )
 
 
 def compare(found, expected, rank, ranks):
@@ -139,15 +150,14 @@ def main():
     warnings.filterwarnings("ignore", "Passing `tp_plan` directly")
     print("transformers", transformers.__version__)
     import_package(options.variant)
-    package = sys.modules["m3_sparse"]
     with tempfile.TemporaryDirectory() as folder:
         folder = tiny_models.save_text_model(Path(folder))
-        adapter = sys.modules[package.__name__ + ".transformers"]
+        adapter = sys.modules["m3_sparse.transformers"]
         recorder = Recorder(adapter)
         torch.save(run_model(folder, recorder), folder / "expected.pt")
         adapter.select_blocks = recorder.function
         for ranks in options.ranks:
-            if not fork(ranks, rank_main, package.__name__, folder):
+            if not fork(ranks, rank_main, options.variant, folder):
                 sys.exit(f"{ranks} ranks: failed")
             print(f"{ranks} ranks ok", flush=True)
 
