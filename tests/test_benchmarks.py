@@ -17,7 +17,7 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("benchmark*.py"))
 FIELDS = (
     "op impl dtype heads batch q_len kv_len selection page ms_cold ms_warm limit_ms bytes flops commit date".split()
 )
-OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer"}
+OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer", "tensor_parallel"}
 
 
 def run(code, *arguments, cwd=ROOT):
