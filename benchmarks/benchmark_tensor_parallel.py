@@ -32,7 +32,7 @@ DIM, BLOCK, TOPK, HEADS, KV_HEADS, HIDDEN = 128, 128, 16, 64, 4, 6144
 CASES = ("32768:prefill", "131072:prefill", "32768:1", "32768:16", "32768:64", "131072:1", "131072:16", "131072:64")
 SMALL_CASES = ("256:prefill", "4096:4")
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-GRAPH_STEPS, REPLAYS, REPEATS = 16, 25, 5
+GRAPH_STEPS, REPLAYS, REPEATS = 16, 25, 11
 
 
 class Problem:

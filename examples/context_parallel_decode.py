@@ -29,6 +29,7 @@ VARIANTS = {"cpu": "torch-cpu", "cuda": "torch-stable-abi211-cu130-x86_64-linux"
 BLOCK, TOPK, DIM = 128, 16, 128
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 LAST = torch.iinfo(torch.int32).max  # sorts behind every id
+NONE = torch.iinfo(torch.int64).min  # sorts behind every key of a candidate
 
 
 class Cache:
@@ -76,13 +77,14 @@ def best_of_all(ids, scores, newest, topk=TOPK):
     int32 [T, H, topk] as select_blocks has it: ascending, then -1.
     """
     newest = newest.to(torch.int32).view(-1, 1, 1).expand(-1, ids.shape[1], 1)
-    ids = torch.where((ids < 0) | (ids == newest), LAST, ids)
-    # Three stable sorts, the least important key first: by id, by score, and behind all what is no candidate.
-    ids, order = ids.sort(dim=-1, stable=True)
-    scores, order = scores.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(-1, order)
-    ids = ids.gather(-1, (ids == LAST).to(torch.uint8).sort(dim=-1, stable=True).indices)
-    chosen = torch.cat([newest, ids[..., : topk - 1]], -1).sort(dim=-1).values
+    # One integer that orders as the rules do: the score's bits, those of negative ones mirrored, above the mirrored id.
+    # Adding 0.0 turns -0.0 into 0.0.
+    bits = (scores + 0.0).view(torch.int32)
+    key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * 2**32 + (LAST - ids)
+    key = torch.where((ids < 0) | (ids == newest), NONE, key)
+    best = key.topk(min(topk - 1, key.shape[-1]), -1).values
+    others = torch.where(best == NONE, LAST, LAST - (best & 0xFFFFFFFF)).to(torch.int32)
+    chosen = torch.cat([newest, others], -1).sort(dim=-1).values
     chosen = torch.where(chosen == LAST, -1, chosen)
     return torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=-1)
 
