@@ -15,8 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import protocol
 
 PAGE, DIM, HEADS, KV_HEADS, TOPK = 128, 128, 64, 4, 16
 CASES = [(1, 32768), (1, 131072), (16, 32768), (64, 32768)]  # batch, kv_len

@@ -25,9 +25,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import peers  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import peers
+import protocol
 
 DIM, BLOCK, TOPK = 128, 128, 16
 ROTATE_BYTES = 130 << 20

@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import protocol
 
 PAGE = 128
 # heads, batch, q_len, kv_len, causal

@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 DIM, BLOCK, TOPK, HEADS, KV_HEADS = 128, 128, 16, 64, 4
 REPEATS = 4  # the first is not counted

@@ -21,9 +21,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import peers  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import peers
+import protocol
 
 PAGE = 128
 MOST_DECODE_ROWS = 16  # of a request; more is a prefill

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 TOKENS = (1, 16, 64, 256, 1024, 8192)
 HEADS = (4, 1)

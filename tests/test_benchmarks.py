@@ -14,9 +14,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "benchmarks").glob("benchmark*.py"))
-FIELDS = (
-    "op impl dtype heads batch q_len kv_len selection page ms_cold ms_warm limit_ms bytes flops commit date".split()
-)
+FIELDS = [
+    "op",
+    "impl",
+    "dtype",
+    "heads",
+    "batch",
+    "q_len",
+    "kv_len",
+    "selection",
+    "page",
+    "ms_cold",
+    "ms_warm",
+    "limit_ms",
+    "bytes",
+    "flops",
+    "commit",
+    "date",
+]
 OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer"}
 
 

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import m3_sparse
 import pytest
 import torch
-from m3_sparse import _architecture, _arguments, capability
 from test_ops import Problem
+
+import m3_sparse
+from m3_sparse import _architecture, _arguments, capability
 
 # ---- choice of backend ----
 
@@ -45,14 +46,15 @@ def test_explain_and_capabilities():
 
 
 @pytest.mark.parametrize(
-    "name, reason", [("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"), ("jit", "not implemented on backend jit")]
+    "name, reason",
+    [("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"), ("jit", "not implemented on backend jit")],
 )
 def test_forced_backend_raises_with_reasons(name, reason):
     p = Problem()
     before = torch.full_like(p.q, 7.0)
-    with m3_sparse.backend(name):
-        with pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}"):
-            m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
+    refusal = pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}")
+    with m3_sparse.backend(name), refusal:
+        m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
     assert (before == 7.0).all() and capability._forced is None
     with (
         m3_sparse.backend("aot"),

@@ -16,11 +16,10 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from project import Project, git_state, hash_files, load_project  # noqa: E402
+from project import Project, git_state, hash_files, load_project
 
 # The oldest `kernels` release that knows every metadata key written here.
 KERNELS_MINVER = "0.17.0"
@@ -74,9 +73,7 @@ def identity(project: Project, backend: str) -> str:
     return f"{project.operator_namespace(backend)} {git_state(project.root)}"
 
 
-def write_variant(
-    project: Project, out: Path, name: str, namespace: str, inputs: str, extension: Optional[Path]
-) -> Path:
+def write_variant(project: Project, out: Path, name: str, namespace: str, inputs: str, extension: Path | None) -> Path:
     """Put <out>/<name> in place, unless it already is what `inputs` (a hash) leads to and nobody touched it."""
     target, stamp = out / name, out / ".stamps" / name
     if stamp.exists() and stamp.read_text() == inputs and intact(target):

@@ -2,9 +2,9 @@
 
 import hashlib
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Optional
 
 import tomlkit
 
@@ -104,7 +104,7 @@ def load_project(root: Path = ROOT) -> Project:
     return Project(root, tomlkit.parse((root / "build.toml").read_text()).unwrap())
 
 
-def git_state(root: Path) -> Optional[GitState]:
+def git_state(root: Path) -> GitState | None:
     """None when `root` isn't the top of a git checkout that has a commit."""
 
     def git(*arguments: str) -> str:

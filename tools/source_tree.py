@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from project import GENERATED, Project, load_project  # noqa: E402
+from project import GENERATED, Project, load_project
 
 # Where the exporter's C++ files lie in the tree; build.toml lists them under this folder.
 GENERATED_FOLDER = "generated"

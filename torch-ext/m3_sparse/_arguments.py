@@ -5,7 +5,8 @@ torch.compile: messages are built only once a rule is broken. Wrong types and dt
 contract knows but nothing implements NotImplementedError, the rest ValueError.
 """
 
-from typing import Optional, Sequence
+from collections.abc import Sequence
+from typing import Optional
 
 import torch
 

@@ -3,7 +3,7 @@
 The choice of a backend and `explain` read these; nothing here looks at a value on a device.
 """
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 
@@ -81,7 +81,7 @@ PLANS = {
 
 def plan(
     q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, causal=True, formulation=None
-) -> Tuple[int, int]:
+) -> tuple[int, int]:
     """The formulation that sparse_attention takes on aot, a key of PLANS, and the bytes that it allocates beside its
     results. NotImplementedError if a forced one can't.
     """

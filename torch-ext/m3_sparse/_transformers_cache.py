@@ -4,7 +4,8 @@ Two cases copy. With gradients, tokens go into pages of their own. And rows that
 keys and values whose rows are not the same number apart (both only without a cache, or in odd views), become contiguous.
 """
 
-from typing import NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,7 @@
 """Attention over paged KV caches: over the selected blocks, over everything, and the merge of partial results."""
 
-from typing import Optional, Sequence, Tuple, Union
+from collections.abc import Sequence
+from typing import Optional, Union
 
 import torch
 
@@ -284,7 +285,7 @@ def dense_attention(
 
 def merge_states(
     outs: Tensors, lses: Tensors, *, out_dtype: Optional[torch.dtype] = None
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine N partial attention results of the same queries over disjoint sets of keys.
 
     lse = log(sum_i exp(lses[i])), out = sum_i exp(lses[i] - lse) * outs[i], summed in fp32, states in ascending order.

@@ -7,7 +7,7 @@ or raises.
 
 import os
 from dataclasses import dataclass
-from typing import List, Optional, Tuple
+from typing import Optional
 
 import torch
 
@@ -31,16 +31,16 @@ class Capability:
     op: str
     backend: str
     arch: str
-    dtypes: Tuple[str, ...]
+    dtypes: tuple[str, ...]
     status: str
 
 
-class CapabilityTable(List[Capability]):
+class CapabilityTable(list[Capability]):
     """A list of rows that prints as a text table, or as Markdown."""
 
     header = ("operation", "backend", "runs on", "dtypes", "status")
 
-    def cells(self) -> List[Tuple[str, ...]]:
+    def cells(self) -> list[tuple[str, ...]]:
         return [(r.op, r.backend, r.arch, ", ".join(r.dtypes) or "-", r.status) for r in self]
 
     def __str__(self) -> str:
@@ -113,7 +113,6 @@ class _Forced:
         global _forced
         self.before = _forced
         _forced = self.name
-        return None
 
     def __exit__(self, *error):
         global _forced
@@ -145,7 +144,7 @@ def dtype_key(op: str, first: torch.dtype, second: torch.dtype) -> str:
     return _NAMES.get(first, str(first)) + joint + _NAMES.get(second, str(second))
 
 
-def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> List[str]:
+def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> list[str]:
     """Every reason why backend `name` cannot run this call; empty if it can. Depends on table and build only."""
     rows = [row for row in TABLE if row.op == op and row.backend == name]
     live = [row for row in rows if row.status != MISSING]
@@ -182,9 +181,9 @@ def choose(
     dtypes = dtype_key(op, first, second)
     if _forced is None:
         # The two common answers without building reasons: this runs at every call.
-        if not needs_grad and outside_aot is None and (op, "aot") in BUILT:
-            if (op, "aot", architecture(device), dtypes) in _ALLOWED:
-                return "aot"
+        aot = not needs_grad and outside_aot is None and (op, "aot") in BUILT
+        if aot and (op, "aot", architecture(device), dtypes) in _ALLOWED:
+            return "aot"
         if (op, "torch", "any", dtypes) in _ALLOWED:
             return "torch"
         reasons = refusals(op, "torch", device, dtypes, needs_grad)
@@ -201,7 +200,7 @@ def choose(
     return _forced
 
 
-def _operands(op: str, given: dict) -> Tuple[Optional[torch.Tensor], Optional[torch.dtype]]:
+def _operands(op: str, given: dict) -> tuple[Optional[torch.Tensor], Optional[torch.dtype]]:
     """The tensor that names the device and first dtype of a call, and the second dtype."""
     first_name, second_name = {
         "block_scores": ("index_q", "index_k_cache"),

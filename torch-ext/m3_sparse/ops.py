@@ -5,7 +5,7 @@ passes return gradients. Arguments were checked by the public functions. The ope
 by the C++ extension where the build has one.
 """
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 
@@ -144,7 +144,7 @@ def torch_attention_backward(
     causal: bool,
     k_scale: Optional[torch.Tensor],
     v_scale: Optional[torch.Tensor],
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _backward.attention_backward(
         grad_out,
         grad_lse,
