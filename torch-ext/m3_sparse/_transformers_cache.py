@@ -16,7 +16,8 @@ PAGE = 128
 
 
 class Cached(NamedTuple):
-    caches: tuple  # one for each given tensor: [B, heads, S, 128] or, with a table, [pages, heads, 128, 128]
+    # One for each given tensor: [B, heads, S, 128] or, with a table, [pages, heads, 128, 128].
+    caches: tuple[torch.Tensor, ...]
     block_table: Optional[torch.Tensor]  # int32 [B, M], or None: contiguous
     leftpad: Optional[torch.Tensor]  # [B], of contiguous caches
 

@@ -7,12 +7,13 @@ or raises.
 
 import os
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from . import _contiguous, _limits, checks
 from ._architecture import architecture
+from ._arguments import needs_grad as any_needs_grad
 from .ops import BUILT, OPERATIONS
 
 BACKENDS = ("torch", "aot", "jit")
@@ -109,18 +110,17 @@ class _Forced:
     def __init__(self, name: Optional[str]):
         self.name = name
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         global _forced
         self.before = _forced
         _forced = self.name
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         global _forced
         _forced = self.before
-        return False
 
 
-def backend(name: Optional[str]):
+def backend(name: Optional[str]) -> _Forced:
     """Context manager: every call inside runs on backend `name` or raises.
 
     `name` is "torch", "aot" or "jit"; None restores the default rule. The setting belongs to the process, not to the
@@ -200,7 +200,7 @@ def choose(
     return _forced
 
 
-def _operands(op: str, given: dict) -> tuple[Optional[torch.Tensor], Optional[torch.dtype]]:
+def _operands(op: str, given: dict[str, Any]) -> Optional[tuple[torch.Tensor, torch.dtype]]:
     """The tensor that names the device and first dtype of a call, and the second dtype."""
     first_name, second_name = {
         "block_scores": ("index_q", "index_k_cache"),
@@ -214,12 +214,12 @@ def _operands(op: str, given: dict) -> tuple[Optional[torch.Tensor], Optional[to
     if op == "merge_states" and isinstance(first, (list, tuple)) and first and isinstance(first[0], torch.Tensor):
         first = second = first[0]
     if not isinstance(first, torch.Tensor):
-        return None, None
+        return None
     dtype = second.dtype if isinstance(second, torch.Tensor) else first.dtype
     return first, given.get("out_dtype") or dtype
 
 
-def explain(op: str, **arguments) -> str:
+def explain(op: str, **arguments: Any) -> str:
     """Why a call of `op` with these arguments would take which backend, or why it can't.
 
     Args:
@@ -236,10 +236,11 @@ def explain(op: str, **arguments) -> str:
     """
     if op not in OPERATIONS:
         raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    first, second = _operands(op, arguments)
-    if first is None:
+    operands = _operands(op, arguments)
+    if operands is None:
         return f"{op}:\n" + str(CapabilityTable([row for row in TABLE if row.op == op]))
-    needs_grad = checks.needs_grad(*[x for x in arguments.values() if isinstance(x, torch.Tensor)])
+    first, second = operands
+    needs_grad = any_needs_grad(*[x for x in arguments.values() if isinstance(x, torch.Tensor)])
     dtypes = dtype_key(op, first.dtype, second)
     lines = [
         f"{op} with dtypes {dtypes} on {architecture(first.device)}"
