@@ -51,7 +51,9 @@ class CurrentContext {
   explicit CurrentContext(int device) {
     CUdevice current = -1;
     const Driver& d = driver();
-    if (d.CtxGetDevice(&current) == CUDA_SUCCESS && current == device) return;
+    const CUresult result = d.CtxGetDevice(&current);
+    if (result == CUDA_SUCCESS && current == device) return;
+    if (result != CUDA_ERROR_INVALID_CONTEXT) check(result, "cuCtxGetDevice");
     // Retained for the life of the process, as torch itself does.
     static std::atomic<CUcontext> contexts[kMaxDevices];
     CUcontext context = contexts[device].load(std::memory_order_acquire);
@@ -62,9 +64,16 @@ class CurrentContext {
     check(d.CtxPushCurrent(context), "cuCtxPushCurrent");
     pushed_ = true;
   }
+  // Where another error is on its way, that one is reported.
   ~CurrentContext() {
     CUcontext context;
     if (pushed_) driver().CtxPopCurrent(&context);
+  }
+  void restore() {
+    CUcontext context;
+    if (!pushed_) return;
+    pushed_ = false;
+    check(driver().CtxPopCurrent(&context), "cuCtxPopCurrent");
   }
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
@@ -184,6 +193,7 @@ void run(const Image& image, Grid grid, int device, void** params, Options optio
     attribute.value.sharedMemCarveout = static_cast<unsigned>(options.carveout);
   }
   check(driver().LaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr), "cuLaunchKernelEx");
+  context.restore();
 }
 
 }  // namespace m3_sparse::launch
