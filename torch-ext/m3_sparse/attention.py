@@ -114,7 +114,7 @@ def _attend(
     backend = choose(op, q.device, q.dtype, k_cache.dtype, grad, outside)
     if rows is not None:
         table = _contiguous.table_for(backend, rows, _contiguous.ATTENTION_RUN)
-    if backend == "aot":
+    if backend != "torch":
         # The selection has free strides; the rest is read as contiguous rows.
         if block_indices is not None and block_indices.dtype != torch.int32:
             block_indices = _limits.int32(block_indices)
@@ -143,7 +143,7 @@ def _attend(
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         # The operator's arguments behind the inputs: splits and overlap (of measurements), formulation.
-        forced = () if formulation is None or backend != "aot" else (0, True, checks.FORMULATIONS[formulation])
+        forced = () if formulation is None or backend == "torch" else (0, True, checks.FORMULATIONS[formulation])
         _launch(backend, out, lse, *inputs, *forced)
     return (out, lse) if return_lse else out
 
