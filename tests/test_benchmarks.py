@@ -32,7 +32,7 @@ FIELDS = [
     "commit",
     "date",
 ]
-OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer"}
+OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer", "tensor_parallel"}
 
 
 def run(code, *arguments, cwd=ROOT):
