@@ -96,6 +96,8 @@ class DenseAttention(protocol.Benchmark):
 
     seed = 0
     batch, length, heads = 4, 1024, 4
+    key = {"op": "dense", "heads": f"{16 * heads}/{heads}", "batch": batch, "q_len": 1, "kv_len": length, "page": PAGE}
+    key.update(selection="causal")
 
     def setup(self) -> None:
         self.k, self.v, _, self.table = definitions.paged(
@@ -103,6 +105,9 @@ class DenseAttention(protocol.Benchmark):
         )
         self.q = torch.randn(self.batch, 16 * self.heads, 128, device=self.device).bfloat16()
         self.lengths = definitions.lengths(self.batch, self.length, self.device)
+
+    def work(self):
+        return 4 * (self.k.numel() + self.q.numel()), 4 * 128 * 16 * self.heads * self.batch * self.length
 
     def benchmark_bf16(self) -> None:
         self.out = self.kernel.dense_attention(self.q, self.k, self.v, self.table, **self.lengths)

@@ -314,10 +314,12 @@ def end_to_end(m3_sparse, dtype, tokens=131072):
 
 
 class SparsePrefill(protocol.Benchmark):
-    """A prompt of 512 tokens behind 1,536 cached ones: 64 query heads on 4 KV heads, 16 blocks of 128 each."""
+    """A prompt of 256 tokens behind 1,792 cached ones: 64 query heads on 4 KV heads, 16 blocks of 128 each."""
 
     seed = 0
-    q_len, length = 512, 2048
+    q_len, length = 256, 2048
+    key = {"op": "prefill", "heads": f"{HEADS}/{KV_HEADS}", "batch": 1, "q_len": q_len, "kv_len": length, "page": BLOCK}
+    key.update(selection="random")
 
     def make(self, dtype) -> None:
         self.q = torch.randn(self.q_len, HEADS, DIM, device=self.device).bfloat16()
@@ -326,6 +328,11 @@ class SparsePrefill(protocol.Benchmark):
         self.blocks = scores.topk(TOPK).indices.int()
         lengths = {"cu_seqlens_q": [0, self.q_len], "seqused_k": [self.length]}
         self.lengths = {name: torch.tensor(x, dtype=torch.int32, device=self.device) for name, x in lengths.items()}
+
+    def work(self):
+        """Of whole blocks: the last one of a row is cut by the mask."""
+        size = 2 * self.k.numel() * self.k.element_size() + 4 * self.q.numel()
+        return size, 4 * HEADS * DIM * self.q_len * TOPK * BLOCK
 
     def setup_bf16(self) -> None:
         self.make(torch.bfloat16)

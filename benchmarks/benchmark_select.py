@@ -241,6 +241,10 @@ class SelectBlocks(protocol.Benchmark):
 
     seed = 0
     batch, length, heads = 16, 8192, 4
+    key = {"op": "select", "heads": str(heads), "batch": batch, "q_len": 1, "kv_len": length, "page": PAGE}
+
+    def work(self):
+        return self.keys.numel() * self.keys.element_size(), 256 * self.batch * self.heads * self.length
 
     def make(self, dtype) -> None:
         *_, self.keys, self.table = definitions.paged(self.batch, self.length, self.heads, dtype, self.device)
@@ -260,6 +264,26 @@ class SelectBlocks(protocol.Benchmark):
 
     def verify_bf16(self) -> torch.Tensor:
         return definitions.selection(self.q, self.keys, self.table, 16)
+
+    verify_fp8 = verify_bf16
+
+
+class BlockScores(protocol.Benchmark):
+    """The scores of 64 blocks for 16 requests at 8,192 tokens and 4 index heads."""
+
+    seed = 0
+    batch, length, heads = SelectBlocks.batch, SelectBlocks.length, SelectBlocks.heads
+    key = {**SelectBlocks.key, "op": "score"}
+    work, make = SelectBlocks.work, SelectBlocks.make
+    setup_bf16, setup_fp8 = SelectBlocks.setup_bf16, SelectBlocks.setup_fp8
+
+    def benchmark_bf16(self) -> None:
+        self.out = self.kernel.block_scores(self.q, self.keys, self.table, **self.lengths)
+
+    benchmark_fp8 = benchmark_bf16
+
+    def verify_bf16(self) -> torch.Tensor:
+        return definitions.scores(self.q, self.keys, self.table)
 
     verify_fp8 = verify_bf16
 

@@ -25,7 +25,7 @@ LEAST_CALLS, SHORT_GRAPH = 16, 500  # calls in a graph of fewer microseconds
 REPLAYS = 25
 LONG, LONG_REPLAYS = 5000, 9  # microseconds of a call, from which on fewer replays do
 WARM_US = 100_000  # of a graph of warm calls, at most
-KEY = ("op", "impl", "dtype", "heads", "batch", "q_len", "kv_len", "selection", "page")
+KEY = ("op", "impl", "dtype", "heads", "batch", "q_len", "kv_len", "selection", "page", "device", "backend")
 
 
 def load(variant):
@@ -138,9 +138,12 @@ def matmul_rate():
 
 
 def row(bandwidth, cold, warm, size, flops, **key):
-    """One result; `key` are the fields of KEY, times in microseconds."""
+    """One result; `key` are the fields of KEY, times in microseconds. Device and backend are the GPU and "aot" (None for
+    peers) unless given, so that figures of another device or backend are other rows."""
+    where = {"device": torch.cuda.get_device_name()} if "device" not in key else {}
+    where["backend"] = "aot" if key["impl"].startswith("ours") else None
     return {
-        **{name: key.get(name) for name in KEY},
+        **{name: {**where, **key}.get(name) for name in KEY},
         "ms_cold": round(cold / 1000, 5),
         "ms_warm": round(warm / 1000, 5),
         "limit_ms": round(size / bandwidth / 1e6, 7),
@@ -181,7 +184,9 @@ def merge_rows(path, rows):
     merged.update({tuple(r[name] for name in KEY): r for r in rows})
     path.parent.mkdir(parents=True, exist_ok=True)
     text = ",\n".join(json.dumps(merged[key]) for key in sorted(merged, key=lambda k: tuple(map(str, k))))
-    path.write_text("[\n" + text + "\n]\n")
+    whole = path.with_name(path.name + ".part")  # an interruption leaves the old file
+    whole.write_text("[\n" + text + "\n]\n")
+    whole.replace(path)
 
 
 def print_table(rows, columns, bandwidth):
