@@ -191,10 +191,11 @@ def main():
     print(f"peers: {', '.join([*peers.importable(), *TORCH])}", flush=True)
     rows = []
     for case in QUICK if options.quick else CASES:
-        rows += measure(m3_sparse, case, bandwidth, rate, options.peers)
+        found = measure(m3_sparse, case, bandwidth, rate, options.peers)
+        protocol.merge_rows(options.results, found)
+        print(case, ", ".join(f"{r['impl']} {r['ms_cold']:.4f}" for r in found), "ms", flush=True)
+        rows += found
         torch.cuda.empty_cache()
-    if options.results:
-        protocol.merge_rows(options.results, rows)
     print("impl | heads | batch | q_len | kv_len | mask | us | TFLOP/s | GB/s | % of limit | of flash-attn-4's time")
     for r in rows:
         shape = [str(r[name]) for name in ("impl", "heads", "batch", "q_len", "kv_len", "selection")]

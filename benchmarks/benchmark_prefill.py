@@ -9,7 +9,8 @@ Protocol: a case is a CUDA graph of one call of the public function. Cold: the m
 the useful products at the tensor cores' dense rate of this card, measured in the same run by a matrix product.
 --cases adds rows without batch and lengths: means by weight over the cases of a file ({"cases": [{"query_lens",
 "final_kv_lens", "weight"}]}), of the default and the peers, 4 replays a case; a peer that doesn't serve all of them gets
-no such row. --curve: the default and the peers over the length of the context, whole prompts and 4,096 new tokens.
+no such row. --curve: the default and the peers over the length of the context, whole prompts and 4,096 new tokens,
+where the table's cases are not already.
 --end-to-end: selection and attention of a 131,072-token prompt, with the memory they take above inputs and outputs.
 --sweep: short queries, by every formulation: where torch-ext/launch/prefill.cpp puts its thresholds.
 Peers (peers.py) run on the same problems in the same run; their answers are compared with ours.
@@ -146,13 +147,6 @@ def timed(call, flush, replays):
     return cold, statistics.median(times)
 
 
-def matmul_rate():
-    """TFLOP/s of a bf16 matrix product, 8,192 cubed."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    cold, _ = timed(lambda: torch.mm(a, a), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda"), 5)
-    return 2 * 8192**3 / cold / 1e9
-
-
 def measure(m3_sparse, case, flush, formulations, replays=protocol.REPLAYS):
     """{formulation: (cold ms, warm ms)}; None stands for the default."""
     result = {}
@@ -201,8 +195,7 @@ def rows_of(case, found, rate, **shape):
 
 
 def table(m3_sparse, options, flush, rate, cases, formulations):
-    """Rows of the default, the forced formulations and the peers."""
-    rows = []
+    """Rows of the default, the forced formulations and the peers, written as they are measured."""
     titles = ["dtype", "q / kv", "selection", "u(4)", "default ms", "TFLOP/s", "% of limit", *formulations, "warm"]
     print("\n" + " | ".join(titles))
     for dtype in options.dtype or DTYPES:
@@ -212,7 +205,7 @@ def table(m3_sparse, options, flush, rate, cases, formulations):
             case = None
             for kind in KINDS:
                 if late(options):
-                    return rows
+                    return
                 if case is None:
                     case = Case(dtype, [q_len], [kv_len], kind)
                 else:
@@ -226,10 +219,10 @@ def table(m3_sparse, options, flush, rate, cases, formulations):
                 named = [("ours", found[None]), *((f"ours, {f}", found[f]) for f in formulations if f in found)]
                 for name, (peer_cold, peer_warm) in (others := measure_peers(case, flush, options)):
                     print(f"    {name}: {peer_cold:.3f}, warm {peer_warm:.3f}", flush=True)
-                rows += rows_of(case, [*named, *others], rate, batch=1, q_len=q_len, kv_len=kv_len)
+                rows = rows_of(case, [*named, *others], rate, batch=1, q_len=q_len, kv_len=kv_len)
+                protocol.merge_rows(options.results, rows)
             del case
             torch.cuda.empty_cache()
-    return rows
 
 
 def sweep(m3_sparse, options, flush):
@@ -256,27 +249,30 @@ class Mean:
 
 def weighted(m3_sparse, options, flush, rate):
     """A row a dtype, selection and implementation: means by weight of the default's and the peers' time."""
-    cases, rows = protocol.weighted_cases(options.cases), []
+    cases = protocol.weighted_cases(options.cases)
     for dtype in options.dtype or DTYPES:
-        for kind in KINDS:
-            done, label = [], f"weighted {dtype} {kind}"
-            for c in cases:
-                if late(options):
-                    print(f"{label}: out of time after {len(done)} of {len(cases)} cases, no mean", flush=True)
-                    return rows
-                case = Case(dtype, c["query_lens"], c["final_kv_lens"], kind)
+        done = {kind: [] for kind in KINDS}
+        for i, c in enumerate(cases):
+            if late(options):
+                print(f"weighted {dtype}: out of time after {i} of {len(cases)} cases, no mean", flush=True)
+                return
+            case = Case(dtype, c["query_lens"], c["final_kv_lens"], KINDS[0])
+            for kind in KINDS:
+                if kind != case.kind:
+                    case.draw(kind)
                 found = {"ours": measure(m3_sparse, case, flush, (), WEIGHTED_REPLAYS)[None]}
                 found.update(measure_peers(case, flush, options, WEIGHTED_REPLAYS))
-                done.append((c["weight"], found, (case.bytes, case.flops, case.u)))
-                del case
-                torch.cuda.empty_cache()
-            times, figures = protocol.weighted_means(label, done)
+                done[kind].append((c["weight"], found, (case.bytes, case.flops, case.u)))
+            del case
+            torch.cuda.empty_cache()
+        for kind in KINDS:
+            label = f"weighted {dtype} {kind}"
+            times, figures = protocol.weighted_means(label, done[kind])
             mean = Mean(dtype, kind, *figures)
-            rows += rows_of(mean, times.items(), rate)
+            protocol.merge_rows(options.results, rows_of(mean, times.items(), rate))
             cells = ", ".join(f"{impl} {pair[0]:.4f}" for impl, pair in times.items())
-            weight = sum(weight for weight, _, _ in done)
+            weight = sum(weight for weight, _, _ in done[kind])
             print(f"{label}, ms over weight {weight:.0f}: {cells}; limit {mean.flops / rate / 1e9:.4f}", flush=True)
-    return rows
 
 
 def end_to_end(m3_sparse, dtype, tokens=131072):
@@ -366,22 +362,18 @@ def main():
     options = parser.parse_args()
     m3_sparse = protocol.load(options.variant)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    rate = matmul_rate()
+    rate = protocol.matmul_rate()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matrix product {rate:.0f} TFLOP/s", flush=True
     )
-    rows = []
     if not options.skip_table:
-        rows += table(m3_sparse, options, flush, rate, CASES, FORMULATIONS)
+        table(m3_sparse, options, flush, rate, CASES, FORMULATIONS)
     if options.curve:
-        done = [] if options.skip_table else CASES
-        rows += table(m3_sparse, options, flush, rate, [case for case in CURVE if case not in done], ())
+        table(m3_sparse, options, flush, rate, [case for case in CURVE if case not in CASES], ())
     if options.sweep:
         sweep(m3_sparse, options, flush)
     if options.cases:
-        rows += weighted(m3_sparse, options, flush, rate)
-    if options.results:
-        protocol.merge_rows(options.results, rows)
+        weighted(m3_sparse, options, flush, rate)
     if options.end_to_end:
         for dtype in options.dtype or DTYPES:
             end_to_end(m3_sparse, dtype)

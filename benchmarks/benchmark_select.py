@@ -8,7 +8,7 @@ requests share, top-k 16. "fp8": bf16 queries and e4m3 index keys; "fp8q": both 
 in prefills every query too. FLOPs: 2 x 128 per (token, head, key), in prefills (queries are the last q_len of kv_len
 tokens) per visible key. Rows "select" time select_blocks, rows "score" block_scores alone. Protocol: protocol.py; the
 limit of a prefill is the larger one of bytes over the copy bandwidth and FLOPs over cuBLAS's rate on 8192^3 in bf16 in
-the same run, twice that rate for fp8q. Every shape's answer is checked first: scores of some rows against float32
+the same run (protocol.py), twice that rate for fp8q. Every shape's answer is checked first: scores of some rows against float32
 torch, the selection exactly against the scores. Peers (peers.py) run on the same inputs, score and top-k together or,
 where their name ends in "score", the scores alone; theirs are compared with ours. Calls above 5 ms take 9 replays.
 --cases adds rows without batch and lengths: means by weight over the prefills of a file ({"cases": [{"query_lens",
@@ -192,28 +192,32 @@ def prefill_row(found, dtype, heads, size, flops, bandwidth, limit, **key):
     return [{**row, "limit_ms": round(limit, 5)} for row in rows]
 
 
-def measure_prefill(m3_sparse, bandwidth, rate, cases, chosen):
-    rows = []
+def measure_prefill(m3_sparse, bandwidth, rate, cases, chosen, results):
+    """Prints and writes the rows as they are measured."""
+    print("impl | dtype | heads | batch | q_len | kv_len | ms cold | ms warm | TFLOP/s | % of limit")
     for dtype in PREFILL_DTYPES:
         for batch, kv_len, q_len, heads in cases:
             found, size, flops = prefill_case(m3_sparse, dtype, [q_len] * batch, [kv_len] * batch, heads, chosen)
             limit = prefill_limit(dtype, size, flops, bandwidth, rate)
             shape = {"batch": batch, "q_len": q_len, "kv_len": kv_len}
-            rows += prefill_row(found, dtype, heads, size, flops, bandwidth, limit, **shape)
+            rows = prefill_row(found, dtype, heads, size, flops, bandwidth, limit, **shape)
+            protocol.merge_rows(results, rows)
+            for r in rows:
+                place = [r[n] for n in ("impl", "dtype", "heads", "batch", "q_len", "kv_len", "ms_cold", "ms_warm")]
+                figures = [f"{r['flops'] / r['ms_cold'] / 1e9:.0f}", f"{100 * r['limit_ms'] / r['ms_cold']:.0f}"]
+                print(" | ".join(map(str, [*place, *figures])), flush=True)
             torch.cuda.empty_cache()
-    return rows
 
 
-def measure_weighted(m3_sparse, bandwidth, rate, cases, chosen, late):
-    """A row a dtype and implementation: means by weight."""
+def measure_weighted(m3_sparse, bandwidth, rate, cases, chosen, late, results):
+    """Writes a row a dtype and implementation: means by weight."""
     once = lambda call, sets: (protocol.graph_time(call, sets, WEIGHTED_REPLAYS),) * 2
-    rows = []
     for dtype in PREFILL_DTYPES:
         done = []
         for case in cases:
             if late():
                 print(f"weighted {dtype}: out of time after {len(done)} of {len(cases)} cases, no mean", flush=True)
-                return rows
+                return
             lens = case["query_lens"], case["final_kv_lens"]
             found, size, flops = prefill_case(m3_sparse, dtype, *lens, 4, chosen, once, most=4)
             figures = size, flops, prefill_limit(dtype, size, flops, bandwidth, rate)
@@ -221,19 +225,9 @@ def measure_weighted(m3_sparse, bandwidth, rate, cases, chosen, late):
             torch.cuda.empty_cache()
         total = sum(weight for weight, _, _ in done)
         times, (size, flops, limit) = protocol.weighted_means(f"weighted {dtype}", done)
-        rows += prefill_row(times, dtype, 4, round(size), round(flops), bandwidth, limit)
+        protocol.merge_rows(results, prefill_row(times, dtype, 4, round(size), round(flops), bandwidth, limit))
         cells = ", ".join(f"{impl} {pair[0] / 1000:.4f}" for impl, pair in times.items())
         print(f"weighted {dtype}, ms over weight {total:.0f}: {cells}, limit {limit:.4f}", flush=True)
-    return rows
-
-
-def print_prefill(rows, rate):
-    print(f"cuBLAS bf16 8192^3: {rate:.0f} TFLOP/s")
-    print("impl | dtype | heads | batch | q_len | kv_len | ms cold | ms warm | TFLOP/s | % of limit")
-    for r in rows:
-        place = [r[name] for name in ("impl", "dtype", "heads", "batch", "q_len", "kv_len", "ms_cold", "ms_warm")]
-        figures = [f"{r['flops'] / r['ms_cold'] / 1e9:.0f}", f"{100 * r['limit_ms'] / r['ms_cold']:.0f}"]
-        print(" | ".join(map(str, [*place, *figures])))
 
 
 class SelectBlocks(protocol.Benchmark):
@@ -303,7 +297,7 @@ def main():
     m3_sparse = protocol.load(options.variant)
     torch.manual_seed(0)
     bandwidth = protocol.copy_bandwidth()
-    rows, prefill = [], []
+    rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth:.0f} GB/s")
     print(f"peers: {', '.join(peers.importable()) or 'none importable'}", flush=True)
     if not options.skip_table and options.only != "prefill":
@@ -311,18 +305,17 @@ def main():
             for case in QUICK if options.quick else CASES:
                 rows += measure(m3_sparse, dtype, *case, bandwidth, options.peers)
                 torch.cuda.empty_cache()
-    rate = protocol.matmul_rate() if options.cases or options.only != "decode" else None
+        protocol.merge_rows(options.results, [r for r in rows if r["op"] == "select"])
+        protocol.print_table(rows, ("op", "impl", "dtype", "heads", "batch", "q_len", "kv_len"), bandwidth)
+    rate = protocol.matmul_rate()
+    print(f"cuBLAS bf16 8192^3: {rate:.0f} TFLOP/s")
     if not options.skip_table and options.only != "decode":
         cases = PREFILL_CASES[:10:3] if options.quick else PREFILL_CASES
-        prefill += measure_prefill(m3_sparse, bandwidth, rate, cases, options.peers)
+        measure_prefill(m3_sparse, bandwidth, rate, cases, options.peers, options.results)
     if options.cases:
-        cases = protocol.weighted_cases(options.cases)
         late = lambda: time.time() - STARTED > options.seconds
-        prefill += measure_weighted(m3_sparse, bandwidth, rate, cases, options.peers, late)
-    if options.results:
-        protocol.merge_rows(options.results, [r for r in rows if r["op"] == "select"] + prefill)
-    print_prefill(prefill, rate or 0)
-    protocol.print_table(rows, ("op", "impl", "dtype", "heads", "batch", "q_len", "kv_len"), bandwidth)
+        cases = protocol.weighted_cases(options.cases)
+        measure_weighted(m3_sparse, bandwidth, rate, cases, options.peers, late, options.results)
 
 
 if __name__ == "__main__":
