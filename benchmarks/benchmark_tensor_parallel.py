@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import protocol
 
 DIM, BLOCK, TOPK, HEADS, KV_HEADS, HIDDEN = 128, 128, 16, 64, 4, 6144
 CASES = ("32768:prefill", "131072:prefill", "32768:1", "32768:16", "32768:64", "131072:1", "131072:16", "131072:64")
