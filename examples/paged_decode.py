@@ -214,8 +214,10 @@ class Engine:
         self.caches = [tuple(torch.zeros(x, dtype=dtype, device=device) for x in shapes) for _ in range(s.layers)]
         self.width = -(-(s.prefix + s.own + s.new + VERIFY) // PAGE)  # pages of the longest request
         self.counts = dict.fromkeys(("prefilled", "shared", "generated", "decode steps", "rows"), 0)
-        # What a decode step reads. The addresses never change, so that CUDA graphs can be recorded over them.
+        # What a decode step reads. CUDA graphs are recorded over these addresses: the engine holds all of them, since a
+        # graph keeps no tensor alive that was made before it.
         self.inputs = {
+            "starts": torch.arange(s.batch + 1, dtype=torch.int32, device=device) * VERIFY,
             "tokens": torch.zeros(s.batch * VERIFY, dtype=torch.int64, device=device),
             "positions": torch.zeros(s.batch * VERIFY, dtype=torch.int64, device=device),
             "slots": torch.full((s.batch * VERIFY,), -1, dtype=torch.int64, device=device),
@@ -228,7 +230,7 @@ class Engine:
     def make_step(self, batch):
         """A decode step of `batch` requests as a function without arguments: on a GPU, the replay of a graph."""
         lengths = {
-            "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=self.device) * VERIFY,
+            "cu_seqlens_q": self.inputs["starts"][: batch + 1],
             "seqused_k": self.inputs["used"][:batch],
         }
         tokens, positions, slots = (self.inputs[n][: batch * VERIFY] for n in ("tokens", "positions", "slots"))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_distributed import example
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,3 +49,24 @@ def test_guesses_are_what_followed_the_last_two_tokens():
     assert request.guesses() == [1, 5, 6], "the latest place counts"
     request.tokens += [3]
     assert request.guesses() == [0, 0, 0], "never seen"
+
+
+def test_the_engine_holds_what_its_graphs_read():
+    """A CUDA graph keeps no tensor alive: one that only the recorded call held would be overwritten by later tensors."""
+    paged, read = example("paged_decode"), []
+
+    class Recorded:
+        kernels = None
+
+        def forward(self, tokens, positions, memory):
+            read.extend([tokens, positions, memory.slots, memory.table, *memory.lengths.values()])
+            return torch.zeros(len(tokens), 4)
+
+        def logits(self, x):
+            return x
+
+    engine = paged.Engine(Recorded(), paged.SETTINGS["cpu"], torch.device("cpu"), torch.float32)
+    for step in engine.steps.values():
+        step()
+    held = {x.untyped_storage().data_ptr() for x in engine.inputs.values()}
+    assert len(read) == 6 * len(engine.steps) and {x.untyped_storage().data_ptr() for x in read} <= held
