@@ -238,7 +238,14 @@ def run_case(m3_sparse, case, rank, ranks, device, bandwidth):
     for how, times in [("1 GPU", one), *found]:
         owner = problem if how == "1 GPU" else share
         size = 0 if prefill else owner.bytes(batch // ranks if how.endswith("request") else None)
-        key = {"op": "tensor_parallel", "impl": f"ours, {how}", "dtype": "bf16", "heads": "64/4", "batch": batch, "q_len": q_len}
+        key = {
+            "op": "tensor_parallel",
+            "impl": f"ours, {how}",
+            "dtype": "bf16",
+            "heads": "64/4",
+            "batch": batch,
+            "q_len": q_len,
+        }
         rows.append(
             protocol.row(bandwidth, times[2], times[2], size, 0, kv_len=kv_len, selection="indexer", page=BLOCK, **key)
         )
