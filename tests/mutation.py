@@ -1,0 +1,230 @@
+"""Do the tests notice a fault? Applies the seeded faults of mutants.py one at a time and runs the tests beside each.
+
+    python tests/mutation.py [--only TEXT] [--smoke] [--python] [--write]
+
+Each mutant is a copy of the package (or of the launcher, compiled: one file and the link) in a temporary folder; nothing
+in the tree changes. Python's tests run in a child forked after torch was imported. A mutant that its tests pass is a
+survivor: exit status 1. `--write` puts the results into docs/measurements/mutation.json and the table made of them into
+docs/mutation.md. Faults of the kernels themselves are the PTX emulator's: tests/test_emulated_faults.py, whose records of
+the last run with that option (build/ptx_emulator/faults) are counted into the table.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import build
+import cuda_extension
+import mutants
+from project import load_project
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 300  # a mutant that hangs is noticed
+KILLED, SURVIVED, BROKEN = "noticed", "survived", "no verdict"
+
+
+def edited(text: str, mutant) -> str:
+    if text.count(mutant.before) != 1:
+        raise ValueError(f"{mutant.file}: {text.count(mutant.before)} places of {mutant.before!r} ({mutant.fault})")
+    return text.replace(mutant.before, mutant.after)
+
+
+# ---- Python: the package in a copy of the built variant ----
+
+
+def in_child(arguments: list, log: Path) -> int:
+    """pytest's exit status, in a forked child that has imported what is slow to import."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            with log.open("w") as out:
+                os.dup2(out.fileno(), 1)
+                os.dup2(out.fileno(), 2)
+            import pytest
+
+            code = int(pytest.main(arguments))
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return 1
+
+
+def judge_python(mutant, variant: Path, scratch: Path) -> str:
+    copy = scratch / "variant" / variant.name
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(variant, copy)
+    path = copy / Path(mutant.file).name
+    path.write_text(edited(path.read_text(), mutant))
+    log = scratch / "log"
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--variant", str(copy)]
+    code = in_child([*options, *mutant.tests], log)
+    if code not in (0, 1) and code > 0:
+        print(log.read_text()[-2000:], file=sys.stderr)
+    # A signal is a crash: noticed.
+    return KILLED if code == 1 or code < 0 else SURVIVED if code == 0 else BROKEN
+
+
+# ---- C++: one file compiled again, the rest as in build/cmake ----
+
+
+class Extension:
+    def __init__(self, project, scratch: Path):
+        self.variant = build.build_cuda(project, ROOT / "build")
+        self.tree = scratch / "tree"
+        shutil.copytree(ROOT / "tests", self.tree / "tests", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
+        shutil.copytree(self.variant, self.tree / "build" / self.variant.name)
+        (self.tree / "build" / "kernels").symlink_to(ROOT / "build" / "kernels")
+        (self.tree / "torch-ext").symlink_to(ROOT / "torch-ext")
+        ninja = [cuda_extension.program("ninja"), "-C", str(ROOT / "build" / "cmake"), "-t", "commands"]
+        self.commands = subprocess.run(ninja, capture_output=True, text=True, check=True).stdout.splitlines()
+        [library] = (self.tree / "build" / self.variant.name).glob("*.abi3.so")
+        self.library = library
+
+    def compile(self, mutant, scratch: Path) -> str:
+        """The compiler's complaint, or nothing."""
+        name = f"torch-ext/{mutant.file}"
+        source = ROOT / "build" / "source" / name
+        changed = scratch / Path(mutant.file).name
+        changed.write_text(edited(source.read_text(), mutant))
+        [command] = [line for line in self.commands if f"-c {source}" in line]
+        words = shlex.split(command)
+        former = words[words.index("-o") + 1]
+        compiled = scratch / "changed.o"
+        words[words.index("-c") + 1], words[words.index("-o") + 1] = str(changed), str(compiled)
+        words += ["-I", str(source.parent), "-Wno-unused"]
+        link = self.commands[-1].replace(former, str(compiled)).replace(f"-o {self.library.name}", f"-o {self.library}")
+        for step in (shlex.join(words), link):
+            done = subprocess.run(step, shell=True, cwd=ROOT / "build" / "cmake", capture_output=True, text=True)
+            if done.returncode != 0:
+                return done.stdout + done.stderr
+        return ""
+
+    def judge(self, mutant, scratch: Path) -> str:
+        if complaint := self.compile(mutant, scratch):
+            print(complaint[-2000:], file=sys.stderr)
+            return BROKEN
+        file, *checks = mutant.tests
+        command = [sys.executable, str(self.tree / "tests" / file), *checks]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            if done.returncode == 0:
+                return SURVIVED
+            # A check that could not begin says nothing about the fault.
+            if done.returncode == 1 and "Error" in done.stderr and "test_" not in done.stderr:
+                print(done.stderr[-2000:], file=sys.stderr)
+                return BROKEN
+        return KILLED
+
+
+def run(chosen: list) -> list:
+    import hypothesis  # noqa: F401  what the children need not import again
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    project = load_project()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        python = build.build_cpu(project, ROOT / "build")
+        extension = None
+        for mutant in chosen:
+            start = time.monotonic()
+            if mutant.file.endswith(".py"):
+                verdict = judge_python(mutant, python, scratch)
+            else:
+                extension = extension or Extension(project, scratch)
+                verdict = extension.judge(mutant, scratch)
+            seconds = round(time.monotonic() - start, 1)
+            results.append({"fault": mutant.fault, "file": mutant.file, "verdict": verdict, "seconds": seconds})
+            print(f"{verdict:10} {seconds:6.1f} s  {mutant.file}: {mutant.fault}", flush=True)
+    return results
+
+
+# ---- The table ----
+
+RESULTS, PAGE = ROOT / "docs" / "measurements" / "mutation.json", ROOT / "docs" / "mutation.md"
+HEAD = """# Mutation test of the tests
+
+Generated by `python tests/mutation.py --write` from [its results](measurements/mutation.json). Each row is one fault put into
+the sources (tests/mutants.py has the edit and the tests that must fail); the tests of an unbroken tree pass.
+"""
+KERNELS = (
+    "Faults put into the PTX of shipped programs (a wait, barrier, fence or arrival dropped, a parity flipped, an address, "
+    "count or descriptor changed), as noticed in the emulator by `tests/test_emulated_faults.py`. Which kinds there are, and "
+    "what is known of those that pass: [ptx_emulator.md](ptx_emulator.md)."
+)
+
+
+def emulated_faults() -> dict:
+    """{program: [mutants, noticed]} of the kernels' PTX."""
+    records = ROOT / "build" / "ptx_emulator" / "faults"
+    counted = {}
+    for path in sorted(records.glob("*.json")):
+        rows = json.loads(path.read_text())
+        counted[path.stem] = [len(rows), sum(by is not None for *_, by in rows)]
+    return counted
+
+
+def page(results: dict) -> str:
+    rows = results["sources"]
+    noticed = sum(row["verdict"] == KILLED for row in rows)
+    lines = [HEAD, f"{noticed} of {len(rows)} noticed.", "", "| file | fault | verdict |", "|---|---|---|"]
+    lines += [f"| {row['file']} | {row['fault']} | {row['verdict']} |" for row in rows]
+    kernels = results["kernels"]
+    if kernels:
+        total, seen = (sum(pair[i] for pair in kernels.values()) for i in (0, 1))
+        lines += ["", "## Kernels", ""]
+        lines += [
+            KERNELS,
+            "",
+            "| program | faults | noticed |",
+            "|---|---|---|",
+        ]
+        lines += [f"| {name} | {count} | {hits} |" for name, (count, hits) in kernels.items()]
+        lines.append(f"| all | {total} | {seen} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", help="faults whose name or file has this in it")
+    parser.add_argument("--smoke", action="store_true", help="the few that make test runs")
+    parser.add_argument("--python", action="store_true", help="none of the C++ files")
+    parser.add_argument("--write", action="store_true", help="write the results and docs/mutation.md")
+    options = parser.parse_args()
+    chosen = mutants.PYTHON if options.python else mutants.ALL
+    if options.smoke:
+        chosen = [mutant for mutant in mutants.PYTHON if mutant.fault in mutants.SMOKE]
+    if options.only:
+        chosen = [mutant for mutant in chosen if options.only in mutant.fault or options.only in mutant.file]
+    os.chdir(ROOT)
+    results = run(chosen)
+    noticed = sum(row["verdict"] == KILLED for row in results)
+    print(f"{noticed} of {len(results)} faults noticed")
+    if options.write:
+        RESULTS.write_text(json.dumps({"sources": results, "kernels": emulated_faults()}, indent=1) + "\n")
+        PAGE.write_text(page(json.loads(RESULTS.read_text())))
+    return 0 if noticed == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
