@@ -42,7 +42,7 @@ REFERENCE = [
     python("an initial block too many", "reference.py", "(block < init)", "(block <= init)",
            f"{SELECTION}::test_forced_blocks"),
     python("negative scores in reverse", "reference.py", "bits ^ 0x7FFFFFFF, bits", "bits, bits",
-           f"{SELECTION}::test_ordinary_data_within_epsilon"),
+           f"{SELECTION}::test_negative_scores_are_ordered"),
     python("a candidate past the row's end", "reference.py", "rank.masked_fill(block >= count,",
            "rank.masked_fill(block > count,", f"{SELECTION}::test_forced_blocks",
            f"{SELECTION}::test_ordinary_data_within_epsilon"),

@@ -1,11 +1,11 @@
 """Do the tests notice a fault? Applies the seeded faults of mutants.py one at a time and runs the tests beside each.
 
-    python tests/mutation.py [--only TEXT] [--smoke] [--python] [--write]
+    python tests/mutation.py [--only TEXT] [--smoke] [--python] [--missing] [--write]
 
 Each mutant is a copy of the package (or of the launcher, compiled: one file and the link) in a temporary folder; nothing
 in the tree changes. Python's tests run in a child forked after torch was imported. A mutant that its tests pass is a
-survivor: exit status 1. `--write` puts the results into docs/measurements/mutation.json and the table made of them into
-docs/mutation.md. Faults of the kernels themselves are the PTX emulator's: tests/test_emulated_faults.py, whose records of
+survivor: exit status 1. `--write` puts each result into docs/measurements/mutation.json and the table made of them into
+docs/mutation.md; `--missing` runs those that are not noticed there. Faults of the kernels themselves are the PTX emulator's: tests/test_emulated_faults.py, whose records of
 the last run with that option (build/ptx_emulator/faults) are counted into the table.
 """
 
@@ -134,7 +134,7 @@ class Extension:
         return KILLED
 
 
-def run(chosen: list) -> list:
+def run(chosen: list, keep) -> list:
     import hypothesis  # noqa: F401  what the children need not import again
     import pytest  # noqa: F401
     import torch
@@ -155,6 +155,7 @@ def run(chosen: list) -> list:
                 verdict = extension.judge(mutant, scratch)
             seconds = round(time.monotonic() - start, 1)
             results.append({"fault": mutant.fault, "file": mutant.file, "verdict": verdict, "seconds": seconds})
+            keep(results[-1])
             print(f"{verdict:10} {seconds:6.1f} s  {mutant.file}: {mutant.fault}", flush=True)
     return results
 
@@ -204,11 +205,25 @@ def page(results: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def written() -> dict:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"sources": [], "kernels": {}}
+
+
+def write(row: dict) -> None:
+    """Puts one result into its place, and leaves out faults that are no longer in the list."""
+    rows = {**{known["fault"]: known for known in written()["sources"]}, row["fault"]: row}
+    ordered = [rows[mutant.fault] for mutant in mutants.ALL if mutant.fault in rows]
+    results = {"sources": ordered, "kernels": emulated_faults() or written()["kernels"]}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="TEXT", help="faults whose name or file has this in it")
     parser.add_argument("--smoke", action="store_true", help="the few that make test runs")
     parser.add_argument("--python", action="store_true", help="none of the C++ files")
+    parser.add_argument("--missing", action="store_true", help="what the written results do not hold as noticed")
     parser.add_argument("--write", action="store_true", help="write the results and docs/mutation.md")
     options = parser.parse_args()
     chosen = mutants.PYTHON if options.python else mutants.ALL
@@ -216,13 +231,13 @@ def main() -> int:
         chosen = [mutant for mutant in mutants.PYTHON if mutant.fault in mutants.SMOKE]
     if options.only:
         chosen = [mutant for mutant in chosen if options.only in mutant.fault or options.only in mutant.file]
+    if options.missing:
+        seen = {row["fault"] for row in written()["sources"] if row["verdict"] == KILLED}
+        chosen = [mutant for mutant in chosen if mutant.fault not in seen]
     os.chdir(ROOT)
-    results = run(chosen)
+    results = run(chosen, write if options.write else lambda row: None)
     noticed = sum(row["verdict"] == KILLED for row in results)
     print(f"{noticed} of {len(results)} faults noticed")
-    if options.write:
-        RESULTS.write_text(json.dumps({"sources": results, "kernels": emulated_faults()}, indent=1) + "\n")
-        PAGE.write_text(page(json.loads(RESULTS.read_text())))
     return 0 if noticed == len(results) else 1
 
 

@@ -155,6 +155,12 @@ def test_negative_zero_ties_with_zero():
     assert chosen.tolist() == [[[0]], [[1]]]
 
 
+def test_negative_scores_are_ordered():
+    scores = torch.tensor([[[-3.0, -1.0, -INF, -2.0, -1e30]]])
+    for topk, want in ((1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 3, 4])):
+        assert reference.select_from_scores(scores, torch.tensor([5]), topk, 0, 0).tolist() == [[want]]
+
+
 def test_few_winners_among_many_ties():
     case = cases.make([2], [16 * 128 * 5], heads=(2, 1), kind="int", seed=7)
     case.index_q.fill_(1)
