@@ -153,7 +153,7 @@ LAUNCHER = [
     cpp("decode: K's page stride for V", "launch/decode.cpp", "a.v_cache.stride(0) * kv_size", "a.k_cache.stride(0) * kv_size",
         "test_decode.py", "packs_every_parameter", "strides_beyond_32_bits_survive"),
     cpp("decode: 16 CTAs a row one row too long", "launch/decode.cpp", "18 * rows <= multiprocessors",
-        "17 * rows <= multiprocessors", "test_decode.py", "chooses_the_splits_by_shape"),
+        "16 * rows <= multiprocessors", "test_decode.py", "chooses_the_splits_by_shape"),
     cpp("decode: KV heads for heads a KV head", "launch/decode.cpp", "static_cast<I32>(a.q.size(1) / heads)",
         "static_cast<I32>(heads)", "test_decode.py", "packs_every_parameter"),
     cpp("decode: a stride in 32 bits", "launch/decode.cpp", "a.k_cache.stride(0) * kv_size,",

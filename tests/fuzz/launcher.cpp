@@ -136,6 +136,20 @@ struct Shape {
     }
     return span < (1 << 21);
   }
+  // Whether torch takes it: what it refuses itself never reaches an operator.
+  bool possible() const {
+    I64 span = 8;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      I64 reach = 0;
+      if (sizes[i] < 0 || strides[i] < 0 || __builtin_mul_overflow(sizes[i], strides[i], &reach) ||
+          __builtin_add_overflow(span, reach, &span))
+        return false;
+    }
+    I64 elements = 8;
+    for (const I64 size : sizes)
+      if (__builtin_mul_overflow(elements, size > 1 ? size : 1, &elements)) return false;
+    return span < (I64{1} << 58);
+  }
   Tensor tensor() const {
     AtenTensorHandle handle = nullptr;
     const auto code = aoti_torch_create_tensor_from_blob(room() + offset, static_cast<I64>(sizes.size()), sizes.data(),
@@ -240,6 +254,8 @@ void make(unsigned what, Input& in) {
   const auto drop = [&](std::size_t i, unsigned bit) { c.given[i] = !(optional >> bit & 1); };
   for (I64 n = in.below(5); n > 0 && !in.spent(); --n)
     c.shapes[static_cast<std::size_t>(in.below(static_cast<I64>(c.shapes.size())))].change(in);
+  for (const Shape& shape : c.shapes)
+    if (!shape.possible()) return;
   // What the host fills: rows that see nothing.
   if (what != 6 && !(c.shapes[0].small() && c.shapes[1].small())) return;
   const double scale = 0.125;
