@@ -35,10 +35,14 @@ class MergeStates(protocol.Benchmark):
     """Eight partial results of 256 tokens and 64 heads."""
 
     seed = 0
+    key = {"op": "merge", "dtype": "fp32>fp32", "heads": "64x8", "batch": 256, "q_len": 1}
 
     def setup(self) -> None:
         self.outs = torch.randn(8, 256, 64, 128, device=self.device)
         self.lses = torch.randn(8, 256, 64, device=self.device)
+
+    def work(self):
+        return 256 * 64 * (8 * 516 + 516), 2 * 8 * 256 * 64 * 128
 
     def benchmark_merge(self) -> None:
         self.out, _ = self.kernel.merge_states(self.outs, self.lses)

@@ -18,7 +18,7 @@ from m3_sparse import _architecture, _arguments, _limits, capability
 def test_explain_and_capabilities():
     p = Problem()
     text = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache)
-    assert "-> torch, by default" in text and "jit: cannot run: sparse_attention is not implemented" in text
+    assert "-> torch, by default" in text and "  jit: cannot run: " in text
     assert "the tensors are on cpu" in text and "takes dtypes bf16+bf16" in text
     assert "bad input" not in text
     arguments = {
@@ -40,14 +40,17 @@ def test_explain_and_capabilities():
     }
     assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
     assert all(
-        row.status in (capability.TESTED, capability.EMULATED, capability.MISSING) or "H200" in row.status
+        row.status in (capability.TESTED, capability.EMULATED, capability.JIT) or "H200" in row.status
         for row in table
     )
 
 
 @pytest.mark.parametrize(
     "name, reason",
-    [("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"), ("jit", "not implemented on backend jit")],
+    [
+        ("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"),
+        ("jit", "dense_attention on jit runs on sm_90, sm_100, sm_103"),
+    ],
 )
 def test_forced_backend_raises_with_reasons(name, reason):
     p = Problem()

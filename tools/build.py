@@ -59,7 +59,7 @@ def build_cuda(project: Project, out: Path) -> Path:
     namespace = project.operator_namespace("cuda")
     with locked(out):
         extension = cuda_extension.build(project, namespace, out)
-        files = [*project.python_files(), *tool_files(project)]
+        files = [*project.python_files(), *project.kernel_sources().values(), *tool_files(project)]
         inputs = hash_files(project.root, files, extra=identity(project, "cuda") + hash_files(out, [extension]))
         return write_variant(project, out, cuda_variant_name(project), namespace, inputs, extension)
 
@@ -83,8 +83,11 @@ def write_variant(project: Project, out: Path, name: str, namespace: str, inputs
     staging = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
     staging.chmod(0o755)
     try:
-        for source in project.python_files():
-            copy = staging / source.relative_to(project.python_folder)
+        sources = {source.relative_to(project.python_folder): source for source in project.python_files()}
+        if extension:
+            sources.update(project.kernel_sources())
+        for place, source in sources.items():
+            copy = staging / place
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
         load_extension = f"\nfrom . import {namespace}  # noqa: F401\n" if extension else ""

@@ -84,6 +84,11 @@ class Project:
     def python_files(self) -> list[Path]:
         return sorted(path for path in self.python_folder.rglob("*.py") if path.name not in GENERATED)
 
+    def kernel_sources(self) -> dict[str, Path]:
+        """What the extension's kernels are compiled from, by its place in the package: the backend "jit" does it again."""
+        folder = self.root / "kernel-src"
+        return {f"kernel_src/{path.relative_to(folder).as_posix()}": path for path in sorted(folder.rglob("*.py"))}
+
     def operator_namespace(self, backend: str) -> str:
         """The torch.library namespace, which is also the metadata's id: unique to one state of the sources."""
         state = git_state(self.root)

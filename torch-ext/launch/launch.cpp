@@ -10,6 +10,7 @@
 
 #include "cubins.h"
 #include "driver.h"
+#include "jit.h"
 
 namespace m3_sparse::launch {
 namespace {
@@ -24,7 +25,7 @@ struct Loaded {
   std::atomic<std::uint64_t> ready_devices{0};
 };
 
-Loaded loaded[cubins::kNumImages];
+Loaded loaded[2 * cubins::kNumImages];  // the embedded images, then those compiled at run time (jit.h)
 std::mutex load_mutex;
 
 int ordinal(int device) { return device < 0 ? 0 : device; }
@@ -162,7 +163,8 @@ int multiprocessors(int device) {
   return cached(cache, device, [device] { return attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device); });
 }
 
-void run(const Image& image, Grid grid, int device, void** params, Options options) {
+void run(const Image& embedded, Grid grid, int device, void** params, Options options) {
+  const Image& image = jit::active() ? jit::supplied(embedded) : embedded;
   CurrentContext context(ordinal(device));
   CUkernel kernel = prepare(image, ordinal(device), options.cluster);
   CUlaunchConfig config{};

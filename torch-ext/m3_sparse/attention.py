@@ -128,7 +128,7 @@ def _attend(
     if rows is not None:
         table = _contiguous.table_for(backend, rows, _contiguous.ATTENTION_RUN)
     assert table is not None  # given, or made of the rows
-    if backend == "aot":
+    if backend != "torch":
         # The selection has free strides; the rest is read as contiguous rows.
         if block_indices is not None and block_indices.dtype != torch.int32:
             block_indices = _limits.int32(block_indices)
@@ -157,7 +157,7 @@ def _attend(
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         # The operator's arguments behind the inputs: splits and overlap (of measurements), formulation.
-        forced = () if formulation is None or backend != "aot" else (0, True, checks.FORMULATIONS[formulation])
+        forced = () if formulation is None or backend == "torch" else (0, True, checks.FORMULATIONS[formulation])
         _launch(backend, out, lse, *inputs, *forced)
     return (out, lse) if return_lse and lse is not None else out
 

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 
-from . import _contiguous, _limits, checks
+from . import _contiguous, _jit, _limits, checks
 from ._architecture import architecture
 from ._arguments import needs_grad as any_needs_grad
 from .ops import BUILT, OPERATIONS
@@ -20,7 +20,7 @@ BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
 EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md says what that proves
-MISSING = "not implemented"
+JIT = "compiled where it runs, by nvidia-cutlass-dsl; emulated, not yet run on hardware"
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,7 @@ TABLE = CapabilityTable(
         for op, pairs in _AOT.items()
         for arch, status in _ARCHITECTURES.items()
     ]
-    + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
-    + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
+    + [Capability(op, "jit", arch, pairs, JIT) for op, pairs in _AOT.items() for arch in _ARCHITECTURES]
 )
 
 _NAMES = {
@@ -99,7 +98,7 @@ _NAMES = {
 }
 
 # What the table allows, in the form that a call asks for: (op, backend, arch, dtypes).
-_ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE if r.status != MISSING for pair in r.dtypes)
+_ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE for pair in r.dtypes)
 
 # The one environment override, read here and nowhere else. Its value is judged by the first call, so that an import
 # never fails for it.
@@ -146,12 +145,12 @@ def dtype_key(op: str, first: torch.dtype, second: torch.dtype) -> str:
 
 def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> list[str]:
     """Every reason why backend `name` cannot run this call; empty if it can. Depends on table and build only."""
-    rows = [row for row in TABLE if row.op == op and row.backend == name]
-    live = [row for row in rows if row.status != MISSING]
-    if not live:
-        return [f"{op} is not implemented on backend {name}"]
+    live = [row for row in TABLE if row.op == op and row.backend == name]
     reasons = []
-    if (op, name) not in BUILT:
+    unmet = _jit.missing(op) if name == "jit" else None
+    if unmet is not None:
+        reasons.append(unmet)
+    elif (op, name) not in BUILT:
         reasons.append(
             f"this build of m3_sparse contains no {name} kernels (it is a build without a compiled extension)"
         )
@@ -191,7 +190,7 @@ def choose(
     if _forced not in BACKENDS:
         raise ValueError(f"M3_SPARSE_BACKEND must be one of {', '.join(BACKENDS)}, got {_forced!r}")
     reasons = refusals(op, _forced, device, dtypes, needs_grad)
-    if _forced == "aot" and outside_aot is not None:
+    if _forced != "torch" and outside_aot is not None:
         reasons.append(outside_aot)
     if reasons:
         raise NotImplementedError(
@@ -251,14 +250,14 @@ def explain(op: str, **arguments: Any) -> str:
     outside = _limits.outside_aot(op, paged)
     for name in BACKENDS:
         reasons = refusals(op, name, first.device, dtypes, needs_grad)
-        if name == "aot" and outside is not None:
+        if name != "torch" and outside is not None:
             reasons.append(outside)
         lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
     try:
         rule = "by default" if _forced is None else "asked for by name"
         chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
         lines.append(f"  -> {chosen}, {rule}")
-        if op == "sparse_attention" and chosen == "aot":
+        if op == "sparse_attention" and chosen != "torch":
             formulation = _limits.explain_plan(paged)
             lines += [] if formulation is None else [f"     formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:

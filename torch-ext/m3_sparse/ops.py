@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 
-from . import _backward, reference
+from . import _backward, _jit, reference
 from ._ops import add_op_namespace_prefix, ops
 
 
@@ -243,3 +243,4 @@ BUILT = {
     for backend in ("torch", "aot")
     if hasattr(ops, f"{backend}_{op}")
 }
+_jit_operators = _jit.register(BUILT)

@@ -35,7 +35,7 @@ def _operands(
         index_k_cache, seqused_k = _contiguous.slots(index_k_cache.detach()), rows.seqused
         block_table = _contiguous.table_for(backend, rows, _contiguous.SCORING_RUN)
     indices = [block_table, cu_seqlens_q, seqused_k]
-    if backend == "aot":
+    if backend != "torch":
         indices = [_limits.int32(x) for x in indices]
     return (index_q.detach(), index_k_cache.detach(), *indices)
 

@@ -7,6 +7,7 @@
 Three hooks: an attention function, a mask function (see `_transformers_rows.py`), and the indexer's forward, which
 under this implementation only projects: selection runs beside attention, where padding and offsets are known, and so
 never builds scores of [queries, keys]. Under any other implementation the indexer's forward is the one found before.
+Under tensor parallelism a fourth divides the heads among the ranks (`_transformers_parallel.py`).
 
 transformers is imported inside functions only.
 """
@@ -19,6 +20,7 @@ import torch
 
 from ._arguments import needs_grad
 from ._transformers_cache import read_states
+from ._transformers_parallel import patch_distribution
 from ._transformers_rows import check_rows, compact_mask, read_rows
 from .attention import dense_attention, sparse_attention
 from .selection import select_blocks
@@ -56,6 +58,7 @@ def register_transformers(name: str = "m3_sparse") -> None:
     # Without this one transformers passes no mask at all, silently, and padding would be ignored.
     AttentionMaskInterface.register(name, compact_mask)
     patch_indexer(modeling.MiniMaxM3VLIndexer)
+    patch_distribution(modeling.MiniMaxM3VLPreTrainedModel, serves, flash_attn_forward)
 
 
 def register_if_loaded() -> None:
@@ -175,7 +178,8 @@ def check_call(
             "m3_sparse: expected the package's own indexer, but block indices came ready; call register_transformers()"
         )
     indexer, kv_heads = module.indexer, key.shape[1]
-    found = (indexer.block_size, indexer.head_dim, indexer.num_heads)
+    # Under tensor parallelism both counts are this rank's.
+    found = (indexer.block_size, indexer.head_dim, block_indices.query.shape[1])
     if found != (BLOCK, BLOCK, kv_heads):
         raise NotImplementedError(
             f"m3_sparse: expected index_block_size {BLOCK}, index_head_dim {BLOCK} and index_n_heads {kv_heads} "
@@ -255,7 +259,7 @@ def load_modeling() -> Any:
     try:
         from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
-        for name in ("MiniMaxM3VLIndexer", "apply_rotary_pos_emb"):
+        for name in ("MiniMaxM3VLIndexer", "MiniMaxM3VLPreTrainedModel", "apply_rotary_pos_emb"):
             getattr(modeling, name)
     except (ImportError, AttributeError) as error:
         raise NotImplementedError(
