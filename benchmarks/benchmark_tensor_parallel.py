@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import itertools
+
 import definitions
 import protocol
 
@@ -162,7 +164,7 @@ def measure(layer, sets, device):
         marks.append(mark(device))
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append([between(a, b) for a, b in zip(marks, marks[1:])])
+        times.append([between(a, b) for a, b in itertools.pairwise(marks)])
     select, attend = (statistics.median(t[i] for t in times[1:]) for i in range(2))
     return [select, attend, select + attend]
 

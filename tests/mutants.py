@@ -73,7 +73,7 @@ REFERENCE = [
            "out.copy_(acc / torch.where(norm == 0, norm, norm)", f"{CACHE}::test_merge_of_extreme_lses"),
     python("NaN of a state with LSE -inf merged", "reference.py",
            "acc += torch.where((lses[state] == -INF).unsqueeze(-1), 0, weight.unsqueeze(-1) * outs[state].to(dtype))",
-           "acc += weight.unsqueeze(-1) * outs[state].to(dtype)", f"{CACHE}::test_merge_of_extreme_lses"),
+           "acc += weight.unsqueeze(-1) * outs[state].to(dtype)", f"{OPS}::test_merge_states_rules"),
     python("a merged LSE without its offset", "reference.py", "lse.copy_(offset + norm.log())", "lse.copy_(norm.log())",
            f"{CACHE}::test_merge_states"),
     python("causal one token early", "_paging.py", "kv_len - ends[request] + row + 1, kv_len",

@@ -10,7 +10,6 @@ the last run with that option (build/ptx_emulator/faults) are counted into the t
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -42,7 +41,10 @@ def edited(text: str, mutant) -> str:
 # ---- Python: the package in a copy of the built variant ----
 
 
-def in_child(arguments: list, log: Path) -> int:
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+
+def in_child(arguments: list, log: Path, seconds: int = SECONDS) -> int:
     """pytest's exit status, in a forked child that has imported what is slow to import."""
     pid = os.fork()
     if pid == 0:
@@ -56,7 +58,7 @@ def in_child(arguments: list, log: Path) -> int:
             code = int(pytest.main(arguments))
         finally:
             os._exit(code)
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -67,6 +69,15 @@ def in_child(arguments: list, log: Path) -> int:
     return 1
 
 
+def passes(chosen: list, variant: Path, scratch: Path) -> bool:
+    """Whether the tests of these mutants pass on the package as it is."""
+    log, tests = scratch / "log", sorted({test for mutant in chosen for test in mutant.tests})
+    passed = in_child([*OPTIONS, "--variant", str(variant), *tests], log, 10 * SECONDS) == 0
+    if not passed:
+        print(log.read_text()[-4000:], file=sys.stderr)
+    return passed
+
+
 def judge_python(mutant, variant: Path, scratch: Path) -> str:
     copy = scratch / "variant" / variant.name
     shutil.rmtree(copy, ignore_errors=True)
@@ -74,8 +85,7 @@ def judge_python(mutant, variant: Path, scratch: Path) -> str:
     path = copy / Path(mutant.file).name
     path.write_text(edited(path.read_text(), mutant))
     log = scratch / "log"
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--variant", str(copy)]
-    code = in_child([*options, *mutant.tests], log)
+    code = in_child([*OPTIONS, "--variant", str(copy), *mutant.tests], log)
     if code not in (0, 1) and code > 0:
         print(log.read_text()[-2000:], file=sys.stderr)
     # A signal is a crash: noticed.
@@ -122,16 +132,21 @@ class Extension:
             print(complaint[-2000:], file=sys.stderr)
             return BROKEN
         file, *checks = mutant.tests
+        return SURVIVED if self.check(file, checks) else KILLED
+
+    def check(self, file: str, checks: list) -> bool:
         command = [sys.executable, str(self.tree / "tests" / file), *checks]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-            if done.returncode == 0:
-                return SURVIVED
-            # A check that could not begin says nothing about the fault.
-            if done.returncode == 1 and "Error" in done.stderr and "test_" not in done.stderr:
-                print(done.stderr[-2000:], file=sys.stderr)
-                return BROKEN
-        return KILLED
+        try:
+            return subprocess.run(command, capture_output=True, timeout=SECONDS).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def passes(self, chosen: list) -> bool:
+        """Whether the checks of these mutants pass with the library as it is."""
+        files = {mutant.tests[0]: [] for mutant in chosen}
+        for mutant in chosen:
+            files[mutant.tests[0]] += [name for name in mutant.tests[1:] if name not in files[mutant.tests[0]]]
+        return all(self.check(file, checks) for file, checks in files.items())
 
 
 def run(chosen: list, keep) -> list:
@@ -145,13 +160,17 @@ def run(chosen: list, keep) -> list:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         python = build.build_cpu(project, ROOT / "build")
-        extension = None
+        ours, others = ([m for m in chosen if m.file.endswith(".py") == of_python] for of_python in (True, False))
+        if ours and not passes(ours, python, scratch):
+            raise SystemExit("Python's tests fail without a fault")
+        extension = Extension(project, scratch) if others else None
+        if extension and not extension.passes(others):
+            raise SystemExit("the launcher's checks fail without a fault")
         for mutant in chosen:
             start = time.monotonic()
             if mutant.file.endswith(".py"):
                 verdict = judge_python(mutant, python, scratch)
             else:
-                extension = extension or Extension(project, scratch)
                 verdict = extension.judge(mutant, scratch)
             seconds = round(time.monotonic() - start, 1)
             results.append({"fault": mutant.fault, "file": mutant.file, "verdict": verdict, "seconds": seconds})
