@@ -163,7 +163,7 @@ def peak_of_forward(model, x):
     return torch.cuda.max_memory_allocated() - before
 
 
-def row_of(figures, tokens, bandwidth):
+def row_of(figures, tokens, bandwidth, rate):
     """Bytes: q, out, K, V, index queries and keys once each. Operations: of visible pairs."""
     size = 2 * DIM * tokens * (2 * HEADS + 2 * KV_HEADS + KV_HEADS + 1)
     pairs = tokens * (tokens + 1) // 2
@@ -171,10 +171,11 @@ def row_of(figures, tokens, bandwidth):
     seen = short * (short + 1) // 2 + (tokens - short) * (TOPK * BLOCK - BLOCK // 2)
     flops = 2 * DIM * KV_HEADS * pairs + 4 * DIM * HEADS * seen
     time_us = 1000 * (figures["select"] + figures["attend"])
-    return protocol.row(
+    row = protocol.row(
         bandwidth, time_us, time_us, size, flops, op="layer", impl="ours", dtype="bf16", heads=f"{HEADS}/{KV_HEADS}",
         batch=1, q_len=tokens, kv_len=tokens, selection="indexer", page=None,
     )  # fmt: skip
+    return {**row, "limit_ms": round(max(row["limit_ms"], flops / rate / 1e9), 5)}
 
 
 class SparseLayer(protocol.Benchmark):
@@ -228,7 +229,7 @@ def main():
     print(f"stock path, computed: fp32 scores [1, {KV_HEADS}, {n}, {n}] {scores:.1f} GiB, "
           f"bf16 mask [1, {HEADS}, {n}, {n}] {mask:.1f} GiB, before any temporary")  # fmt: skip
     if options.results and options.device == "cuda":
-        protocol.merge_rows(options.results, [row_of(figures, n, protocol.copy_bandwidth())])
+        protocol.merge_rows(options.results, [row_of(figures, n, protocol.copy_bandwidth(), protocol.matmul_rate())])
 
 
 if __name__ == "__main__":
