@@ -20,14 +20,15 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import peers  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import peers
+import protocol
 
 DIM, BLOCK, TOPK = 128, 128, 16
 ROTATE_BYTES = 130 << 20
@@ -294,7 +295,14 @@ class SparseAttention(protocol.Benchmark):
 
     seed = 0
     batch, length, heads, kv_heads = 16, 4096, 64, 4
-    key = {"op": "decode", "heads": f"{heads}/{kv_heads}", "batch": batch, "q_len": 1, "kv_len": length, "page": BLOCK}
+    key: ClassVar[dict] = {
+        "op": "decode",
+        "heads": f"{heads}/{kv_heads}",
+        "batch": batch,
+        "q_len": 1,
+        "kv_len": length,
+        "page": BLOCK,
+    }
     key.update(selection="random")
 
     def make(self, dtype) -> None:

@@ -19,12 +19,13 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 DIM, BLOCK, TOPK, HEADS, KV_HEADS = 128, 128, 16, 64, 4
 REPEATS = 4  # the first is not counted
@@ -182,7 +183,14 @@ class SparseLayer(protocol.Benchmark):
     """A prompt of 600 tokens through a layer of 8 heads that selects 2 blocks, in fp32, against eager."""
 
     seed = 0
-    key = {"op": "layer", "dtype": "fp32", "heads": f"8/{KV_HEADS}", "batch": 1, "q_len": 600, "kv_len": 600}
+    key: ClassVar[dict] = {
+        "op": "layer",
+        "dtype": "fp32",
+        "heads": f"8/{KV_HEADS}",
+        "batch": 1,
+        "q_len": 600,
+        "kv_len": 600,
+    }
     key.update(selection="indexer")
 
     def setup(self) -> None:

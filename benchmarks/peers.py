@@ -323,6 +323,6 @@ def each(found, chosen, run):
             continue
         try:
             results.append((peer.name, run(peer)))
-        except Exception as error:  # a peer's failure must not end our run
+        except Exception as error:  # noqa: BLE001  a peer's failure must not end our run
             print(f"{peer.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return results

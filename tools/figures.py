@@ -13,11 +13,10 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from project import ROOT  # noqa: E402
+from project import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
 FIGURES = ROOT / "docs" / "figures"
@@ -71,7 +70,7 @@ def duration(ms: float) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def best_peer(rows: list[dict]) -> Optional[dict]:
+def best_peer(rows: list[dict]) -> dict | None:
     others = [r for r in rows if not r["impl"].startswith("ours") and not r["impl"].endswith("score")]
     return min(others, key=lambda r: r["ms_cold"], default=None)
 
@@ -160,7 +159,7 @@ def digest(panels: list[list[dict]]) -> str:
     return hashlib.sha256(json.dumps(panels, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def drawn_from(path: Path) -> Optional[str]:
+def drawn_from(path: Path) -> str | None:
     """The digest in a plot."""
     found = re.search(r"points ([0-9a-f]{24})", path.read_text()) if path.exists() else None
     return found and found[1]
