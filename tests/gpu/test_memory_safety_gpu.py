@@ -1,0 +1,64 @@
+"""No access outside of the tensors given or allocated, whatever stands in indices, and every byte of a result written: on a
+GPU, where the problems of safety_problems.py run on tensors and workspaces that lie flush against unmapped pages, once with
+their last byte and once with their first (edge_allocator.py).
+
+A fault ends the process that runs them; the next one goes on behind it, so each fault names its problem.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = Path(__file__).with_name("edge_allocator.py")
+COUNT, SECONDS, MOST_FAULTS = 8, 45, 4
+FUNCTIONS = ("sparse_attention", "dense_attention", "select_blocks", "block_scores", "store_kv", "merge_states")
+
+
+def run(folder, count=COUNT, seconds=SECONDS):
+    """Records of all problems, in as many processes as it takes."""
+    records, first = [], 0
+    for _ in range(MOST_FAULTS + 1):
+        command = [sys.executable, str(CHILD), str(folder), str(count), str(first), str(seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if not lines:
+            raise RuntimeError(f"nothing ran: {done.stderr[-3000:]}")
+        if lines[-1]["state"] == "run":
+            lines.append({**lines[-1], "state": "fault", "text": f"exit {done.returncode}: {done.stderr[-1000:]}"})
+        records += [line for line in lines if line["state"] != "run"]
+        if lines[-1]["state"] != "fault":
+            break
+        first = lines[-1]["number"] + 1
+    return records
+
+
+@pytest.fixture(scope="module")
+def records(variant_folder):
+    return run(variant_folder)
+
+
+def test_all_ran(records):
+    assert records[-1]["state"] == "end", records[-1]
+
+
+@pytest.mark.parametrize("backend", ["aot", "torch"])
+@pytest.mark.parametrize("flush", ["end", "start"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_on_edges(records, function, flush, backend):
+    mine = [r for r in records if r.get("name", "").startswith(function) and (r["flush"], r["backend"]) == (flush, backend)]
+    wrong = [r for r in mine if r["state"] != "ok"]
+    assert not wrong, "\n".join(f"{r['name']}: {r['state']}: {r.get('text')}" for r in wrong)
+    assert len(mine) >= 2
+
+
+if __name__ == "__main__":  # python test_memory_safety_gpu.py VARIANT [COUNT [SECONDS]]: figures, as JSON
+    found = run(sys.argv[1], *map(int, sys.argv[2:4]))
+    states = [r["state"] for r in found]
+    print(json.dumps([r for r in found if r["state"] not in ("ok", "end")], indent=1))
+    names = {r["name"] for r in found if "name" in r}
+    figures = {"problems": len(names), "runs": states.count("ok"), "faults": states.count("fault")}
+    figures |= {"wrong": states.count("failed"), "allocations": sum(r.get("allocations", 0) for r in found)}
+    print(json.dumps({**figures, **found[-1]}))
