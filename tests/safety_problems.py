@@ -37,7 +37,9 @@ class Problem:
     call: typing.Callable  # with the arguments by name; returns a tensor, a tuple of them or None
     arguments: dict  # tensors of the CPU and whatever else `call` takes
     written: tuple  # names of the arguments that it writes
-    check: typing.Optional[typing.Callable]  # (written arguments and results by name) raises; None: anything may come out
+    check: typing.Optional[
+        typing.Callable
+    ]  # (written arguments and results by name) raises; None: anything may come out
     options: dict = dataclasses.field(default_factory=dict)
 
     def run(self, backend, edges):
@@ -133,7 +135,9 @@ def attention(function, seed, formulation=None):
     sparse = function == "sparse_attention"
     dtypes = ATTENTION_DTYPES[(seed + seed // 5) % 6] if sparse else ATTENTION_DTYPES[seed % 2 * 2]
     kind = WRONG[(seed + seed // 6) % 6] if sparse else WRONG[1:][(seed + seed // 6) % 5]
-    heads = [(16, 1), (32, 2)][seed % 2] if formulation in (None, "union") else [(8, 1), (16, 1), (4, 2), (6, 3)][seed % 4]
+    heads = (
+        [(16, 1), (32, 2)][seed % 2] if formulation in (None, "union") else [(8, 1), (16, 1), (4, 2), (6, 3)][seed % 4]
+    )
     causal = seed % 7 != 3
     case = draw(
         seed, dtypes, heads, kind, topk=[16, 4, 8, 32][seed % 4], causal=causal,
@@ -263,14 +267,21 @@ def store(seed):
     outside = torch.tensor([random_.random() < 0.5 for _ in range(tokens)])
     more = (pages * page, -1, pages * page, *(WIDE if long else ()))
     slots = torch.where(outside, wild(tokens, random_, more), slots).to(torch.int64 if long else torch.int32)
-    k, v, index_k = drawn(tokens, heads, 128, dtype=kv), drawn(tokens, heads, 128, dtype=kv), drawn(tokens, 128, dtype=index)
+    k, v, index_k = (
+        drawn(tokens, heads, 128, dtype=kv),
+        drawn(tokens, heads, 128, dtype=kv),
+        drawn(tokens, 128, dtype=index),
+    )
     for x in (k, v, index_k):
         x[outside] = cases.filled((128,), x.dtype, "nan") if x.dtype in cases.FP8 else float("nan")
     if seed % 3 == 1:
         k = cases.head_major(k)
     scales = {}
     if kept in cases.FP8 and kv not in cases.FP8 and seed % 2:
-        scales = {"k_scale": torch.rand(heads, generator=generator) + 0.1, "v_scale": torch.rand(1, generator=generator) + 0.1}
+        scales = {
+            "k_scale": torch.rand(heads, generator=generator) + 0.1,
+            "v_scale": torch.rand(1, generator=generator) + 0.1,
+        }
     if seed % 5 == 4:
         index_k = index_view = None
     else:
@@ -332,7 +343,9 @@ def problems(aot, count):
     formulations = FORMULATIONS if aot else (None,)
     few = max(2, count // 3)
     yield from listed(lambda s, f: attention("sparse_attention", s, f), *((f,) for f in formulations))
-    yield from listed(lambda s, f: contiguous_attention("sparse_attention", s, f), *((f,) for f in formulations), seeds=few)
+    yield from listed(
+        lambda s, f: contiguous_attention("sparse_attention", s, f), *((f,) for f in formulations), seeds=few
+    )
     yield from listed(lambda s: attention("dense_attention", s), ())
     yield from listed(lambda s: contiguous_attention("dense_attention", s), (), seeds=few)
     yield from listed(lambda s: selection("select_blocks", s), ())

@@ -11,8 +11,9 @@ import oracle
 import pytest
 import torch
 from contiguous import contiguous
-from field_helpers import BF16, Backend, same, same_everywhere
+from field_helpers import BF16, INF, Backend, is_empty, same, same_everywhere
 
+NAN = float("nan")
 FP16, E4M3, E5M2 = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 ATTENTION_DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)]
 SELECTION_DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (E4M3, E4M3)]
@@ -75,34 +76,40 @@ def test_attention(backend, dense, dtypes, layout):
         same_everywhere(clean, call(case))
 
 
-@pytest.mark.parametrize("dtypes", ATTENTION_DTYPES, ids=name_of)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, E5M2), (BF16, E4M3)], ids=name_of)
 def test_scales_of_a_head_that_attends_to_nothing(backend, dtypes):
     """Its rows are empty, and empty rows are 0 and -inf whatever a scale is. The other heads' rows don't see it."""
-    case = spoiled("zero", "hnd", dtypes, (32, 2), 3, scales="head")
-    case.ids[:, 1] = -1
-    clean = backend.check(case)
-    for which in (("k_scale",), ("v_scale",), ("k_scale", "v_scale")):
-        for value in (float("nan"), float("inf"), -1.0):
-            bad = spoiled("zero", "hnd", dtypes, (32, 2), 3, scales="head")
-            bad.ids[:, 1] = -1
-            for name in which:
-                getattr(bad, name)[1] = value
-            same_everywhere(clean, backend.every(bad))
+    results = []
+    for k_scale, v_scale in ((0.5, 2.0), (NAN, 2.0), (0.5, NAN), (INF, -INF), (-1.0, INF)):
+        case = spoiled("zero", "hnd", dtypes, (32, 2), 3)
+        case.ids[:, 1] = -1
+        case.k_scale, case.v_scale = torch.tensor([0.75, k_scale]), torch.tensor([3.0, v_scale])
+        results.append(backend.every(case))
+        same_everywhere(results[0], results[-1])
+        for out, lse in results[-1].values():
+            assert is_empty(out[:, 16:], lse[:, 16:]) and out.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_scales_of_values_and_empty_rows_beside_others(backend, value):
+    """More queries than keys: the first rows see nothing and are 0, though the scale spoils those that see something."""
+    case = cases.make([9, 40], [4, 30], heads=(32, 2), dtype=BF16, pad_rows=2, poison="zero", seed=5)
+    case.ids[:, :, 0] = 0
+    case.v_scale = torch.tensor([value, 1.0])
+    rows = torch.tensor([row for row, _, position in case.rows() if position < 0] + [49, 50])
+    for out, lse in (*backend.every(case).values(), backend.dense(case)):
+        assert is_empty(out[rows], lse[rows])
+        assert lse.isfinite().sum() == (4 + 30) * 32
 
 
 def test_scales_of_a_batch_without_tokens(backend):
     """Every row is empty."""
-    for scales in ("scalar", "head"):
-        case = spoiled("zero", "hnd", (BF16, E4M3), (32, 2), 4, scales=scales)
-        case.k_scale.fill_(float("nan")), case.v_scale.fill_(float("nan"))
+    for kv, scales in ((E4M3, "scalar"), (E4M3, "head"), (BF16, "head")):
+        case = spoiled("zero", "hnd", (BF16, kv), (32, 2), 4, scales=scales)
+        case.k_scale.fill_(NAN), case.v_scale.fill_(NAN)
         case.seqused_k.zero_()
-        for out, lse in backend.every(case).values():
-            assert (out == 0).all() and (lse == -float("inf")).all()
-    case = spoiled("zero", "hnd", (BF16, BF16), (32, 2), 4, scales="head")
-    case.k_scale.fill_(float("nan")), case.v_scale.fill_(float("nan"))
-    case.seqused_k.zero_()
-    out, lse = backend.dense(case)
-    assert (out == 0).all() and (lse == -float("inf")).all()
+        results = list(backend.every(case).values()) + ([backend.dense(case)] if kv == BF16 else [])
+        assert all(is_empty(*found) for found in results)
 
 
 @pytest.mark.parametrize("layout", ["hnd", "padded", "dense"])
@@ -143,7 +150,9 @@ def test_contiguous_caches(backend, layout):
             found.append(m3_sparse.dense_attention(on(case.q), on(k), on(v), None, **lengths, return_lse=True))
             for name in backend.formulations(case):
                 options = {"return_lse": True, "formulation": name}
-                found.append(m3_sparse.sparse_attention(on(case.q), on(k), on(v), on(case.ids), None, **lengths, **options))
+                found.append(
+                    m3_sparse.sparse_attention(on(case.q), on(k), on(v), on(case.ids), None, **lengths, **options)
+                )
         results.append([x.cpu() for pair in found for x in pair])
     assert not any(x.isnan().any() for x in results[0])
     same(*results, "contiguous")

@@ -252,7 +252,9 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         row = stage * rows + tidx
         out, lse_at = output.address(row)
         exists = Int32((tidx < rows) & (row < output.rows))
-        factor = scale * output.v_scale
+        total = smem.load_f32(output.sums + (stage * ROWS + tidx) * 4)
+        # An empty row is 0 whatever the scale is, NaN and infinity included.
+        factor = ptx.select(total == Float32(0.0), Float32(0.0), scale * output.v_scale)
         pack = ptx.pack_bf16 if self.kind == "bf16" else ptx.pack_fp16
         lanes = (tidx & 96) << 16
         for start in cutlass.range_constexpr(0, DIM, COPIED):
@@ -267,7 +269,6 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
                     words = [pack(values[i + 2 * j], values[i + 2 * j + 1]) for j in range(4)]
                     ptx.store_words_if(out + Int64(2 * (start + i)), words, exists)
         if output.lse != 0:
-            total = smem.load_f32(output.sums + (stage * ROWS + tidx) * 4)
             largest = smem.load_f32(output.sums + ((self.stages + stage) * ROWS + tidx) * 4)
             lse = (largest * output.scale_log2 + ptx.log2(total)) * LN_2
             lse = ptx.select((total == 0.0) | (total != total), Float32(-Float32.inf), lse)

@@ -184,8 +184,10 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
             row = row_of(thread - 128, r)
             out, lse_at = output.address(row)
             exists = Int32(row < output.rows)
+            # An empty row is 0 whatever the scale is, NaN and infinity included.
+            factor = ptx.select(lse[r] == Float32(-Float32.inf), Float32(0.0), output.v_scale)
             for c in cutlass.range_constexpr(32):
-                values[r, c] = values[r, c] * output.v_scale
+                values[r, c] = values[r, c] * factor
             if output.splits > 1:
                 for i in cutlass.range_constexpr(16):
                     words = [ptx.f32_bits(values[r, 2 * i]), ptx.f32_bits(values[r, 2 * i + 1])]

@@ -62,13 +62,17 @@ class CudaPages:
     def map(self, room):
         whole = room + 2 * self.granularity
         base, size = ctypes.c_uint64(), ctypes.c_size_t
-        self._call("cuMemAddressReserve", ctypes.byref(base), size(whole), size(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+        self._call(
+            "cuMemAddressReserve", ctypes.byref(base), size(whole), size(0), ctypes.c_uint64(0), ctypes.c_uint64(0)
+        )
         kept = self.spare.setdefault(room, [])
         if kept:
             handle = kept.pop()
         else:
             handle = ctypes.c_uint64()
-            self._call("cuMemCreate", ctypes.byref(handle), size(room), ctypes.byref(self.properties), ctypes.c_uint64(0))
+            self._call(
+                "cuMemCreate", ctypes.byref(handle), size(room), ctypes.byref(self.properties), ctypes.c_uint64(0)
+            )
         low = base.value + self.granularity
         self._call("cuMemMap", ctypes.c_uint64(low), size(room), size(0), handle, ctypes.c_uint64(0))
         access = _Access(_Location(ON_DEVICE, 0), READ_WRITE)
@@ -90,7 +94,9 @@ class CudaPages:
     def read(self, at, count):
         data = np.empty(count, np.uint8)
         if count:
-            self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(data.ctypes.data), ctypes.c_uint64(at), ctypes.c_size_t(count))
+            self._call(
+                "cuMemcpyDtoH_v2", ctypes.c_void_p(data.ctypes.data), ctypes.c_uint64(at), ctypes.c_size_t(count)
+            )
         return data
 
 

@@ -125,7 +125,9 @@ class Decode(Attention):
 
 class Dense(Attention):
     def compute(self, t, lengths, scales):
-        return m3_sparse.dense_attention(t["q"], t["k_cache"], t["v_cache"], t["block_table"], **lengths, return_lse=True)
+        return m3_sparse.dense_attention(
+            t["q"], t["k_cache"], t["v_cache"], t["block_table"], **lengths, return_lse=True
+        )
 
 
 class Merge(Attention):
@@ -169,7 +171,17 @@ STEPS = {
     "dense decode": lambda: Dense([1, 1, 2], [900, 400, 150]),
     "merge_states": Merge,
 }
-CHANGES = ("longest", "shrunk", "zero", "longest again", "other pages", "padded", "one token", "padded entirely", "grown")
+CHANGES = (
+    "longest",
+    "shrunk",
+    "zero",
+    "longest again",
+    "other pages",
+    "padded",
+    "one token",
+    "padded entirely",
+    "grown",
+)
 
 
 class Graph:

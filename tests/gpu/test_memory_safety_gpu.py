@@ -8,6 +8,7 @@ A fault ends the process that runs them; the next one goes on behind it, so each
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,18 @@ def run(folder, count=COUNT, seconds=SECONDS):
     records, first = [], 0
     for _ in range(MOST_FAULTS + 1):
         command = [sys.executable, str(CHILD), str(folder), str(count), str(first), str(seconds)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            try:
+                end = subprocess.run(command, stdout=out, stderr=errors, timeout=seconds + 30).returncode
+            except subprocess.TimeoutExpired as error:
+                end = error
+            (out.seek(0), errors.seek(0))
+            lines = [json.loads(line) for line in out if line.startswith("{") and line.endswith("}\n")]
+            told = errors.read()
         if not lines:
-            raise RuntimeError(f"nothing ran: {done.stderr[-3000:]}")
+            raise RuntimeError(f"nothing ran, {end}: {told[-3000:]}")
         if lines[-1]["state"] == "run":
-            lines.append({**lines[-1], "state": "fault", "text": f"exit {done.returncode}: {done.stderr[-1000:]}"})
+            lines.append({**lines[-1], "state": "fault", "text": f"{end}: {told[-1000:]}"})
         records += [line for line in lines if line["state"] != "run"]
         if lines[-1]["state"] != "fault":
             break
@@ -48,7 +55,9 @@ def test_all_ran(records):
 @pytest.mark.parametrize("flush", ["end", "start"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_on_edges(records, function, flush, backend):
-    mine = [r for r in records if r.get("name", "").startswith(function) and (r["flush"], r["backend"]) == (flush, backend)]
+    mine = [
+        r for r in records if r.get("name", "").startswith(function) and (r["flush"], r["backend"]) == (flush, backend)
+    ]
     wrong = [r for r in mine if r["state"] != "ok"]
     assert not wrong, "\n".join(f"{r['name']}: {r['state']}: {r.get('text')}" for r in wrong)
     assert len(mine) >= 2
