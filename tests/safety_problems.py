@@ -243,6 +243,56 @@ def selection(function, seed, way=None):
     return Problem(name, call, arguments, written, check if defined else None, options)
 
 
+NOTHING = ("no rows", "no pages", "no columns", "no requests", "no ids")
+
+
+def degenerate(function, what, formulation=None):
+    """A dimension of size 0. Rows that there are see nothing."""
+    case = cases.make(Q_LENS, KV_LENS, heads=(16, 1), dtype=BF16, seed=3)
+    if what == "no rows":
+        case.q, case.index_q, case.ids = case.q[:0], case.index_q[:0], case.ids[:0]
+        case.cu_seqlens_q = torch.zeros(5, dtype=torch.int32)
+    elif what == "no pages":
+        case.k_cache, case.v_cache, case.index_k_cache = case.k_cache[:0], case.v_cache[:0], case.index_k_cache[:0]
+    elif what == "no columns":
+        case.block_table, case.index_table = case.block_table[:, :0], case.index_table[:, :0]
+    elif what == "no requests":
+        case.block_table, case.index_table = case.block_table[:0], case.index_table[:0]
+        case.cu_seqlens_q, case.seqused_k = case.cu_seqlens_q[:1], case.seqused_k[:0]
+    elif what == "no ids":
+        case.ids = case.ids[:, :, :0]
+    name = f"{function}-{what}-{formulation or 'default'}"
+    if function in ("select_blocks", "block_scores"):
+        args, lengths = case.index()
+        want = oracle.block_scores(*args, **lengths)
+        counts = oracle.candidates(*lengths.values(), args[2], case.page, len(args[0]))
+        arguments = dict(zip(("index_q", "index_k_cache", "block_table"), args), **lengths)
+        selects = function == "select_blocks"
+        if selects:
+            arguments["out"] = gapped((len(args[0]), 1, 16), torch.int32, 2)
+
+        def check_ids(found):
+            if selects:
+                oracle.check_selection(found["out"], want, torch.zeros(want.shape[:2]), counts)
+            else:
+                assert torch.equal(found["returned 0"].double(), want)
+
+        return Problem(name, getattr(m3_sparse, function), arguments, ("out",) if selects else (), check_ids)
+    sparse = function == "sparse_attention"
+    args, options = case.sparse() if sparse else case.dense()
+    compute = oracle.sparse_attention if sparse else oracle.dense_attention
+    names = ("q", "k_cache", "v_cache", *(("block_indices",) if sparse else ()), "block_table")
+    arguments = dict(zip(names, args), **options)
+    arguments["out"], arguments["lse"] = gapped(case.q.shape, BF16, 2), gapped_lse(case.q.shape[:2], 2)
+    want_out = compute(*args, **options)
+
+    def check(found):
+        oracle.check_attention(found["out"], found["lse"], *want_out)
+
+    extra = {"return_lse": True, **({"formulation": formulation} if sparse else {})}
+    return Problem(name, getattr(m3_sparse, function), arguments, ("out", "lse"), check, extra)
+
+
 STORE_DTYPES = (
     (BF16, BF16, BF16, BF16), (BF16, E4M3, BF16, E4M3), (FP16, E5M2, FP16, FP16), (FP32, E4M3, FP32, FP32),
     (E4M3, E4M3, BF16, BF16), (FP32, FP32, FP32, FP32), (FP16, FP16, FP16, FP16), (FP32, E5M2, FP32, E5M2),
@@ -352,5 +402,12 @@ def problems(aot, count):
     yield from listed(lambda s: selection("block_scores", s), (), seeds=few)
     if aot:
         yield from listed(lambda s, way: selection("select_blocks", s, way), (1,), (2,), (3,), seeds=few)
+    for what in NOTHING:
+        for f in formulations:
+            if what != "no pages" or f in (None, "decode"):  # the others refuse a cache without pages
+                yield lambda w=what, f=f: degenerate("sparse_attention", w, f)
+        for function in ("dense_attention", "select_blocks", "block_scores"):
+            if what != "no ids":
+                yield lambda w=what, n=function: degenerate(n, w)
     yield from listed(store, ())
     yield from listed(merge, (), seeds=few)
