@@ -11,25 +11,24 @@ import pytest
 from edge_memory import FLUSH, HostEdges
 from safety_problems import problems
 
-COUNT = 6  # problems of a kind
-SM100_COUNT = 3
+COUNTS = {"sm_90": 6, "sm_100": 3}  # problems of a kind; --problems N for more
+POLICIES = {"sm_90": ("eager", "late", "random1"), "sm_100": ("eager", "late")}
 
 
-def run_all(emulation, count, policies):
-    for make, flush, policy in zip(problems(True, count), itertools.cycle(FLUSH), itertools.cycle(policies)):
-        problem = make()
-        try:
-            with emulation.policy(policy):
-                problem.run("aot", HostEdges(flush))
-        except Exception as error:
-            raise AssertionError(f"{problem.name}, {policy}, flush at the {flush}") from error
-
-
-def test_sm90(emulation):
-    run_all(emulation, COUNT, ("eager", "late", "random1"))
-
-
-@pytest.mark.parametrize("architecture", ["sm_100"])
-def test_sm100(emulation, architecture):
+@pytest.mark.parametrize("architecture", COUNTS)
+def test_on_edges(emulation, architecture, pytestconfig, figures):
+    count = pytestconfig.getoption("--problems") or COUNTS[architecture]
+    ran = placed = 0
+    launched = len(emulation.driver.results)
+    turns = zip(problems(True, count), itertools.cycle(FLUSH), itertools.cycle(POLICIES[architecture]))
     with emulation.device(architecture):
-        run_all(emulation, SM100_COUNT, ("eager", "late"))
+        for make, flush, policy in turns:
+            problem, edges = make(), HostEdges(flush)
+            try:
+                with emulation.policy(policy):
+                    problem.run("aot", edges)
+            except Exception as error:
+                raise AssertionError(f"{problem.name}, {policy}, flush at the {flush}") from error
+            ran, placed = ran + 1, placed + edges.memory.allocated
+    launches = len(emulation.driver.results) - launched
+    figures(f"emulated {architecture}", problems=ran, launches=launches, allocations=placed, faults=0)

@@ -12,17 +12,20 @@ import pytest
 from edge_memory import FLUSH, Damaged, EdgeMemory, HostEdges, HostPages
 from safety_problems import problems
 
-COUNT = 12  # problems of a kind
+COUNT = 12  # problems of a kind; --problems N for more
 
 
 @pytest.mark.parametrize("flush", FLUSH)
-def test_on_edges(flush):
-    for make in problems(False, COUNT):
-        problem = make()
+def test_on_edges(flush, pytestconfig, figures):
+    ran = placed = 0
+    for make in problems(False, pytestconfig.getoption("--problems") or COUNT):
+        problem, edges = make(), HostEdges(flush)
         try:
-            problem.run("torch", HostEdges(flush))
+            problem.run("torch", edges)
         except Exception as error:
             raise AssertionError(problem.name) from error
+        ran, placed = ran + 1, placed + edges.memory.allocated
+    figures(f"torch on the CPU, flush at the {flush}", problems=ran, allocations=placed, faults=0)
 
 
 @pytest.mark.parametrize("flush", FLUSH)
