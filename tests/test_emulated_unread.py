@@ -18,7 +18,8 @@ def test_sm100(emulation, dtypes):
         test_unread.test_attention(backend, False, dtypes, "packed")
         if dtypes[0] == dtypes[1]:
             test_unread.test_attention(backend, True, dtypes, "nhd")
-            test_unread.test_scales_of_values_and_empty_rows_beside_others(backend, float("nan"))
+            test_unread.test_scales_and_empty_rows_beside_others(backend, float("nan"), "v_scale")
+            test_unread.test_scales_and_empty_rows_beside_others(backend, float("inf"), "k_scale")
         test_unread.test_selection(backend, dtypes if dtypes[1] != torch.float8_e5m2 else (BF16, BF16), "padded")
 
 

@@ -94,16 +94,17 @@ def test_scales_of_a_head_that_attends_to_nothing(backend, dtypes):
             assert is_empty(out[:, 16:], lse[:, 16:]) and out.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_scales_of_values_and_empty_rows_beside_others(backend, value):
+def test_scales_and_empty_rows_beside_others(backend, value, name):
     """More queries than keys: the first rows see nothing and are 0, though the scale spoils those that see something."""
     case = cases.make([9, 40], [4, 30], heads=(32, 2), dtype=BF16, pad_rows=2, poison="zero", seed=5)
     case.ids[:, :, 0] = 0
-    case.v_scale = torch.tensor([value, 1.0])
+    setattr(case, name, torch.tensor([value, 1.0]))
     rows = torch.tensor([row for row, _, position in case.rows() if position < 0] + [49, 50])
-    for out, lse in (*backend.every(case).values(), backend.dense(case)):
+    for out, lse in (*backend.every(case, forced(backend, case)).values(), backend.dense(case)):
         assert is_empty(out[rows], lse[rows])
-        assert lse.isfinite().sum() == (4 + 30) * 32
+        assert lse[:, 16:].isfinite().sum() == (4 + 30) * 16 and out[:, 16:].isfinite().all()
 
 
 def test_scales_of_a_batch_without_tokens(backend):

@@ -53,10 +53,10 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below
 from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
 
 from shared import blackwell, hopper, ptx, smem, tma
-from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile
+from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile, logit_scale
 from shared.entries import DenseEntry
 from shared.program import Program
-from shared.softmax import LN_2, LOG2_E, SMALLEST
+from shared.softmax import LN_2
 
 DIM, ROWS = 128, 128  # of a stage
 NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
@@ -370,7 +370,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         negate = Int32(scale < Float32(0.0))
-        scale_log2 = ptx.maximum(ptx.absolute(scale) * LOG2_E, Float32(SMALLEST))
+        scale_log2 = logit_scale(scale)
         cute.arch.sync_threads()
 
         # Branches inside of branches: a value that a later one needs does not live through the softmax.
