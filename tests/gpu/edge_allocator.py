@@ -5,6 +5,10 @@ ones, and the run of safety_problems.py under it.
 
 runs the problems from number FIRST on and prints a JSON line a problem and placement: "run" before and "ok" or "failed"
 after it. An access past an edge kills the context, so the process ends after it: the caller starts another one behind.
+
+    python edge_allocator.py control FLUSH
+
+shows that the edges hold: it writes a redzone, which must be found, and then reads past the edge, which must fault.
 """
 
 import ctypes
@@ -21,7 +25,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from edge_memory import FLUSH, EdgeMemory
+from edge_memory import FLUSH, UNWRITTEN, Damaged, EdgeMemory
 
 OPERATORS = 256  # alignment of what operators allocate; torch promises more
 
@@ -166,6 +170,37 @@ def say(**facts):
     print(json.dumps(facts), flush=True)
 
 
+def control(flush):
+    """Prints a word for each thing that must happen."""
+    import torch
+
+    edges = CudaEdges()
+    edges.install()
+    edges.memory.flush = flush
+
+    def at(address, count):
+        storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cuda", 0), count)
+        return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+
+    x = edges.bytes(64)
+    edges.memory.alignment = 1
+    assert int((x == UNWRITTEN).sum()) == 64
+    x.zero_()
+    edges.check()
+    say(state="inside")
+    outside = x.data_ptr() + (64 if flush == "start" else -1)
+    at(outside, 1).fill_(1)
+    try:
+        edges.check()
+    except Damaged:
+        say(state="damaged")
+    first = x.data_ptr() - (16 if flush == "start" else 0)
+    try:
+        say(state="read", value=int(at(first, 80).sum()))
+    except Exception as error:
+        say(state="fault" if "illegal memory access" in str(error) else "other", text=str(error))
+
+
 def calls(count):
     """(backend, what makes the problem): all for aot, some for torch."""
     from safety_problems import problems
@@ -207,6 +242,11 @@ def main(count, first, seconds):
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "control":
+        control(sys.argv[2])
+        sys.stdout.flush()
+        os._exit(0)
+
     import importlib.util
 
     folder = sys.argv[1]
