@@ -193,14 +193,14 @@ def fork(ranks, function, *arguments):
             try:
                 function(rank, ranks, port, *arguments)
                 status = 0
-            except BaseException:
+            except BaseException:  # noqa: BLE001  a forked child ends by its status alone
                 import traceback
 
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(status)
         children.append(child)
-    return all([os.waitpid(child, 0)[1] == 0 for child in children])
+    return all(os.waitpid(child, 0)[1] == 0 for child in children)
 
 
 def main():
