@@ -46,6 +46,7 @@ class _Access(ctypes.Structure):  # CUmemAccessDesc
 
 
 ON_DEVICE, PINNED, READ_WRITE = 1, 1, 3
+ILLEGAL_ADDRESS = 700
 
 
 class CudaPages:
@@ -63,6 +64,10 @@ class CudaPages:
         code = getattr(self.cuda, name)(*arguments)
         if code:
             raise RuntimeError(f"{name}: {code}")
+
+    def code(self):
+        """What the driver says once everything launched has ended: 0, or the error that killed the context."""
+        return self.cuda.cuCtxSynchronize()
 
     def map(self, room):
         whole = room + 2 * self.granularity
@@ -195,10 +200,13 @@ def control(flush):
     except Damaged:
         say(state="damaged")
     first = x.data_ptr() - (16 if flush == "start" else 0)
+    text = None
     try:
-        say(state="read", value=int(at(first, 80).sum()))
+        at(first, 80).sum()
     except Exception as error:
-        say(state="fault" if "illegal memory access" in str(error) else "other", text=str(error))
+        text = str(error)
+    code = edges.memory.pages.code()
+    say(state="fault" if code == ILLEGAL_ADDRESS else f"code {code}", text=text)
 
 
 def calls(count):
@@ -228,8 +236,9 @@ def main(count, first, seconds):
             try:
                 problem.run(backend, edges)
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                fault = "CUDA error" in text or edges.error is not None
+                # The exception alone doesn't tell: a callback that frees during it may replace it.
+                code = edges.memory.pages.code()
+                text, fault = f"driver's code {code}, {type(error).__name__}: {error}", code != 0
                 say(state="fault" if fault else "failed", text=text[:2000], **facts)
                 if fault:
                     return
