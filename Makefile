@@ -2,7 +2,7 @@
 # itself up in .venv.
 PYTHON ?= python3
 
-.PHONY: demo test build sanitize clean
+.PHONY: demo test build lint sanitize clean
 
 # The main job on the CPU: publish to a local Hub, fetch, generate, and run a prompt that the stock path can't hold.
 demo:
@@ -19,6 +19,11 @@ test:
 build:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/build.py all
+
+# ruff, mypy --strict of the package, clang-format, the C++ sources' warnings as errors, clang-tidy of the launcher.
+lint:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tools/lint.py
 
 # compute-sanitizer's four tools over every SM90 program, on a GPU; their reports go to build/sanitizer.log.
 SANITIZER ?= compute-sanitizer

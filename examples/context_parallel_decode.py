@@ -210,7 +210,7 @@ def main():
     parser.add_argument("--kv-heads", type=int, default=4)
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)

@@ -158,7 +158,10 @@ def compare_half(found, expected, mine, rank):
     equal = torch.cat([(a == b[:, mine]).all(-1).flatten() for a, b in pairs]).float().mean().item()
     a, b = found["half logits"], expected["half logits"]
     error = ((a - b).norm(dim=-1) / b.norm(dim=-1)).nanmedian().item()  # a padding row may be 0
-    print(f"rank {rank}, bf16: {100 * equal:.2f} % equal selections, median error of a token's logits {error:.1e}", flush=True)
+    print(
+        f"rank {rank}, bf16: {100 * equal:.2f} % equal selections, median error of a token's logits {error:.1e}",
+        flush=True,
+    )
     assert equal > 0.95 and error < 0.1
 
 
@@ -190,14 +193,14 @@ def fork(ranks, function, *arguments):
             try:
                 function(rank, ranks, port, *arguments)
                 status = 0
-            except BaseException:
+            except BaseException:  # noqa: BLE001  a forked child ends by its status alone
                 import traceback
 
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(status)
         children.append(child)
-    return all([os.waitpid(child, 0)[1] == 0 for child in children])
+    return all(os.waitpid(child, 0)[1] == 0 for child in children)
 
 
 def main():

@@ -10,7 +10,7 @@ import torch
 from test_ops import Problem
 
 import m3_sparse
-from m3_sparse import _architecture, _arguments, capability
+from m3_sparse import _architecture, _arguments, _limits, capability
 
 # ---- choice of backend ----
 
@@ -40,8 +40,7 @@ def test_explain_and_capabilities():
     }
     assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
     assert all(
-        row.status in (capability.TESTED, capability.EMULATED, capability.JIT) or "H200" in row.status
-        for row in table
+        row.status in (capability.TESTED, capability.EMULATED, capability.JIT) or "H200" in row.status for row in table
     )
 
 
@@ -110,6 +109,13 @@ def test_shapes_outside_the_kernels():
             cu_seqlens_q=torch.tensor([0, 35, 70], dtype=torch.int32),
             seqused_k=torch.tensor([128, 128], dtype=torch.int32),
         )
+
+
+def test_indices_saturate_at_int32():
+    """A page, length or slot beyond 32 bits must not come round to one that exists."""
+    given = torch.tensor([[2**32 + 1, -(2**32) + 1, 2**31, 7, -1]])
+    assert _limits.int32(given).tolist() == [[2**31 - 1, -(2**31), 2**31 - 1, 7, -1]]
+    assert _limits.int32(given[:, 3:].int().expand(2, 2).t()).is_contiguous()
 
 
 def test_choice_on_a_gpu(monkeypatch):

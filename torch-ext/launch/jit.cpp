@@ -41,9 +41,9 @@ const Image& supplied(const Image& embedded) {
 
 void supply(int id, const void* cubin, std::size_t bytes, const std::vector<std::int32_t>& params,
             const unsigned (&block)[3], unsigned dynamic_smem) {
-  const Image* embedded =
-      id >= 0 && id < cubins::kNumImages ? asked[id].load(std::memory_order_acquire) : nullptr;
-  if (embedded == nullptr) throw std::runtime_error("m3_sparse: jit: no launch has asked for program " + std::to_string(id));
+  const Image* embedded = id >= 0 && id < cubins::kNumImages ? asked[id].load(std::memory_order_acquire) : nullptr;
+  if (embedded == nullptr)
+    throw std::runtime_error("m3_sparse: jit: no launch has asked for program " + std::to_string(id));
   bool same = params.size() == 2 * static_cast<std::size_t>(embedded->num_params);
   for (int i = 0; same && i < embedded->num_params; ++i)
     same = params[2 * i] == embedded->params[i].size && params[2 * i + 1] <= embedded->params[i].align;

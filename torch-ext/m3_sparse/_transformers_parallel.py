@@ -6,7 +6,8 @@ heads and its index head stay on one rank, and o_proj's all-reduce is all that a
 collectives are those of transformers' parallel styles; only their names in the model's plan change.
 """
 
-from typing import Callable, Dict
+from collections.abc import Callable
+from typing import Any
 
 STOCK = {
     "q_proj": "colwise_gather_output",
@@ -27,7 +28,7 @@ BY_HEAD = {
 }
 
 
-def plan_by_head(plan: Dict[str, str]) -> Dict[str, str]:
+def plan_by_head(plan: dict[str, str]) -> dict[str, str]:
     """The plan with every attention that has transformers' own entries divided by heads; all else as it was."""
     result = dict(plan)
     for name in plan:
@@ -39,13 +40,14 @@ def plan_by_head(plan: Dict[str, str]) -> Dict[str, str]:
     return result
 
 
-def heads_divide(config, tp_size: int) -> bool:
+def heads_divide(config: Any, tp_size: int) -> bool:
     """Whether `tp_size` ranks can have whole KV heads, each with its query heads and its index head."""
-    kv_heads = config.num_key_value_heads
-    return kv_heads % tp_size == 0 and config.index_n_heads == kv_heads and config.num_attention_heads % kv_heads == 0
+    kv_heads: int = config.num_key_value_heads
+    whole = kv_heads % tp_size == 0 and config.index_n_heads == kv_heads
+    return whole and int(config.num_attention_heads) % kv_heads == 0
 
 
-def patch_distribution(model_class, serves: Callable[[str], bool], owner) -> None:
+def patch_distribution(model_class: Any, serves: Callable[[str], bool], owner: object) -> None:
     """Have models of the class that use one of our implementations distributed by heads.
 
     `maybe_distribute_model` is where transformers knows both the model and the number of ranks and has not yet merged
@@ -60,13 +62,14 @@ def patch_distribution(model_class, serves: Callable[[str], bool], owner) -> Non
             return
         found = getattr(found, "_m3_sparse_previous", None)
 
-    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+    def maybe_distribute_model(cls: Any, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
         tp_size = getattr(distributed_config, "tp_size", None) or 1
         config = model.config.get_text_config()
         if tp_size > 1 and serves(config._attn_implementation) and heads_divide(config, tp_size):
             model._tp_plan = plan_by_head(model.tp_plan)
         return previous.__func__(cls, model, distributed_config, mesh_manager)
 
-    maybe_distribute_model._m3_sparse_attention = owner
-    maybe_distribute_model._m3_sparse_previous = previous
-    model_class.maybe_distribute_model = classmethod(maybe_distribute_model)
+    replacement: Any = maybe_distribute_model
+    replacement._m3_sparse_attention = owner
+    replacement._m3_sparse_previous = previous
+    model_class.maybe_distribute_model = classmethod(replacement)
