@@ -143,14 +143,14 @@ class CudaEdges:
     def _allocate(self, size, device, stream):
         try:
             return self.memory.allocate(size)
-        except BaseException as error:  # a callback from C can't raise
+        except BaseException as error:  # noqa: BLE001  a callback from C can't raise
             self.error = self.error or error
             return None
 
     def _free(self, at, size, device, stream):
         try:
             self.memory.free(at)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  as above
             self.error = self.error or error
 
     def bytes(self, count):
@@ -203,7 +203,7 @@ def control(flush):
     text = None
     try:
         at(first, 80).sum()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the driver's code decides
         text = str(error)
     code = edges.memory.pages.code()
     say(state="fault" if code == ILLEGAL_ADDRESS else f"code {code}", text=text)
@@ -235,7 +235,7 @@ def main(count, first, seconds):
             before = edges.memory.allocated
             try:
                 problem.run(backend, edges)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  told with the problem's name
                 # The exception alone doesn't tell: a callback that frees during it may replace it.
                 code = edges.memory.pages.code()
                 text, fault = f"driver's code {code}, {type(error).__name__}: {error}", code != 0
