@@ -46,6 +46,7 @@ class _Access(ctypes.Structure):  # CUmemAccessDesc
 
 
 ON_DEVICE, PINNED, READ_WRITE = 1, 1, 3
+ILLEGAL_ADDRESS = 700
 
 
 class CudaPages:
@@ -63,6 +64,10 @@ class CudaPages:
         code = getattr(self.cuda, name)(*arguments)
         if code:
             raise RuntimeError(f"{name}: {code}")
+
+    def code(self):
+        """What the driver says once everything launched has ended: 0, or the error that killed the context."""
+        return self.cuda.cuCtxSynchronize()
 
     def map(self, room):
         whole = room + 2 * self.granularity
@@ -138,14 +143,14 @@ class CudaEdges:
     def _allocate(self, size, device, stream):
         try:
             return self.memory.allocate(size)
-        except BaseException as error:  # a callback from C can't raise
+        except BaseException as error:  # noqa: BLE001  a callback from C can't raise
             self.error = self.error or error
             return None
 
     def _free(self, at, size, device, stream):
         try:
             self.memory.free(at)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  as above
             self.error = self.error or error
 
     def bytes(self, count):
@@ -195,10 +200,13 @@ def control(flush):
     except Damaged:
         say(state="damaged")
     first = x.data_ptr() - (16 if flush == "start" else 0)
+    text = None
     try:
-        say(state="read", value=int(at(first, 80).sum()))
-    except Exception as error:
-        say(state="fault" if "illegal memory access" in str(error) else "other", text=str(error))
+        at(first, 80).sum()
+    except Exception as error:  # noqa: BLE001  the driver's code decides
+        text = str(error)
+    code = edges.memory.pages.code()
+    say(state="fault" if code == ILLEGAL_ADDRESS else f"code {code}", text=text)
 
 
 def calls(count):
@@ -227,9 +235,10 @@ def main(count, first, seconds):
             before = edges.memory.allocated
             try:
                 problem.run(backend, edges)
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-                fault = "CUDA error" in text or edges.error is not None
+            except Exception as error:  # noqa: BLE001  told with the problem's name
+                # The exception alone doesn't tell: a callback that frees during it may replace it.
+                code = edges.memory.pages.code()
+                text, fault = f"driver's code {code}, {type(error).__name__}: {error}", code != 0
                 say(state="fault" if fault else "failed", text=text[:2000], **facts)
                 if fault:
                     return
