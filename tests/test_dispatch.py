@@ -1,6 +1,7 @@
 """The choice of a backend, what `explain` and `capabilities` say, and what an import does."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from m3_sparse import _architecture, _arguments, _limits, capability
 def test_explain_and_capabilities():
     p = Problem()
     text = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache)
-    assert "-> torch, by default" in text and "  jit: cannot run: " in text
+    assert "-> torch, by default" in text and re.search(r"^jit +no +\S", text, re.MULTILINE)
     assert "the tensors are on cpu" in text and "takes dtypes bf16+bf16" in text
     assert "bad input" not in text
     arguments = {
@@ -83,7 +84,11 @@ def test_shapes_outside_the_dense_kernel():
     # An extent of one has no use for its stride: a single page, a single head.
     assert _limits.dense_attention(q, cache[:1].as_strided((1, 2, 128, 128), (0, 16384, 128, 1))) is None
     text = m3_sparse.explain("dense_attention", q=q, k_cache=cache[:, :1], v_cache=cache[:, :1])
-    assert "aot: cannot run" in text and "at most 16 query heads" in text and "-> torch, by default" in text
+    assert (
+        re.search(r"^aot +no +\S", text, re.MULTILINE)
+        and "at most 16 query heads" in text
+        and "-> torch, by default" in text
+    )
 
 
 def test_shapes_outside_the_kernels():
@@ -148,6 +153,24 @@ def test_backend_restores_and_nests():
     assert capability._forced is None
     with pytest.raises(ValueError, match="backend must be one of torch, aot, jit or None, got 'cuda'"):
         m3_sparse.backend("cuda")
+
+
+def test_help_is_readable_and_errors_point_at_it():
+    text = m3_sparse.explain()
+    assert "m3_sparse on cpu" in text and all(
+        re.search(rf"^{op} +torch +\S", text, re.MULTILINE) for op in capability.OPERATIONS
+    )
+    assert "capabilities()" in text and 'backend("aot")' in text
+    p = Problem()
+    told = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache).splitlines()
+    column = told[1].index("why not")
+    assert told[1].split() == ["backend", "runs", "why", "not"]
+    assert all(len(line) <= column or line[column - 1] == " " for line in told[2:-1]), "one column under the other"
+    with (
+        m3_sparse.backend("aot"),
+        pytest.raises(NotImplementedError, match=r'explain\("sparse_attention", ...\) says.*capabilities\(\)'),
+    ):
+        m3_sparse.sparse_attention(p.q, p.k_cache, p.v_cache, p.ids, p.block_table, **p.lengths)
 
 
 # ---- the import ----

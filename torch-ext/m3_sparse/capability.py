@@ -6,6 +6,7 @@ or raises.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -23,6 +24,10 @@ EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md
 JIT = "compiled where it runs, by nvidia-cutlass-dsl; emulated, not yet run on hardware"
 
 
+# Where an error sends its reader.
+HELP = 'explain("{0}", ...) says what each backend makes of such a call, capabilities() lists what runs where'
+
+
 @dataclass(frozen=True)
 class Capability:
     """One row: `arch` is "any" or a CUDA architecture, `dtypes` the combinations "query+cache" (merge_states:
@@ -36,6 +41,17 @@ class Capability:
     status: str
 
 
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """A text table: columns two spaces apart, as wide as their longest cell; the last one may have several lines."""
+    width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for *cells, last in rows:
+        begin = "".join(cell.ljust(n + 2) for cell, n in zip(cells, width))
+        first, *more = last.split("\n")
+        lines += [(begin + first).rstrip(), *(" " * len(begin) + line for line in more)]
+    return "\n".join(lines)
+
+
 class CapabilityTable(list[Capability]):
     """A list of rows that prints as a text table, or as Markdown."""
 
@@ -45,9 +61,7 @@ class CapabilityTable(list[Capability]):
         return [(r.op, r.backend, r.arch, ", ".join(r.dtypes) or "-", r.status) for r in self]
 
     def __str__(self) -> str:
-        rows = [self.header, *self.cells()]
-        width = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
-        return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, width)).rstrip() for row in rows)
+        return aligned([self.header, *self.cells()])
 
     def markdown(self) -> str:
         lines = ["| " + " | ".join(row) + " |" for row in [self.header, ("---",) * len(self.header), *self.cells()]]
@@ -186,7 +200,7 @@ def choose(
         if (op, "torch", "any", dtypes) in _ALLOWED:
             return "torch"
         reasons = refusals(op, "torch", device, dtypes, needs_grad)
-        raise NotImplementedError("; ".join(reasons))
+        raise NotImplementedError("; ".join([*reasons, HELP.format(op)]))
     if _forced not in BACKENDS:
         raise ValueError(f"M3_SPARSE_BACKEND must be one of {', '.join(BACKENDS)}, got {_forced!r}")
     reasons = refusals(op, _forced, device, dtypes, needs_grad)
@@ -194,7 +208,8 @@ def choose(
         reasons.append(outside_aot)
     if reasons:
         raise NotImplementedError(
-            f"backend {_forced!r} was asked for by name and cannot run this call: " + "; ".join(reasons)
+            f"backend {_forced!r} was asked for by name and cannot run this call: "
+            + "; ".join([*reasons, HELP.format(op)])
         )
     return _forced
 
@@ -218,21 +233,40 @@ def _operands(op: str, given: dict[str, Any]) -> Optional[tuple[torch.Tensor, to
     return first, given.get("out_dtype") or dtype
 
 
-def explain(op: str, **arguments: Any) -> str:
+def _overview() -> str:
+    """What runs on this machine by default, operation by operation."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    arch, rows = architecture(device), [("operation", "by default", "dtypes")]
+    for op in OPERATIONS:
+        aot = [r for r in TABLE if (r.op, r.backend, r.arch) == (op, "aot", arch) and (op, "aot") in BUILT]
+        taken = {pair for row in aot for pair in row.dtypes}
+        rows += [(op, "aot", ", ".join(row.dtypes)) for row in aot]
+        rest = [pair for row in TABLE if (row.op, row.backend) == (op, "torch") for pair in row.dtypes]
+        rows.append(("" if aot else op, "torch", ", ".join(pair for pair in rest if pair not in taken) or "-"))
+    return (
+        f"m3_sparse on {arch}, torch {torch.__version__}\n\n{aligned(rows)}\n\n"
+        'explain("sparse_attention", q=q, k_cache=k_cache, ...) says it for a call, with every reason; capabilities() lists\n'
+        'what runs where and what was measured; with backend("aot"): a call runs there or raises.'
+    )
+
+
+def explain(op: Optional[str] = None, **arguments: Any) -> str:
     """Why a call of `op` with these arguments would take which backend, or why it can't.
 
     Args:
-        op: the name of a public function, such as "sparse_attention".
+        op: the name of a public function, such as "sparse_attention". None: what runs on this machine by default.
         arguments: that function's arguments by name. With all of them the argument checks run too; with only the
             tensors that matter (q and k_cache, index_q and index_k_cache, k and k_cache, or outs) the choice alone is
             explained; with none, the rows of the table are listed.
 
     Returns:
-        A text of several lines. Nothing is launched.
+        A table as text, for print(). Nothing is launched.
 
     Raises:
         ValueError: there is no such operation.
     """
+    if op is None:
+        return _overview()
     if op not in OPERATIONS:
         raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
     operands = _operands(op, arguments)
@@ -248,21 +282,23 @@ def explain(op: str, **arguments: Any) -> str:
     ]
     paged = _contiguous.paged_arguments(op, arguments)
     outside = _limits.outside_aot(op, paged)
+    rows = [("backend", "runs", "why not")]
     for name in BACKENDS:
         reasons = refusals(op, name, first.device, dtypes, needs_grad)
         if name != "torch" and outside is not None:
             reasons.append(outside)
-        lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
+        rows.append((name, "no" if reasons else "yes", "\n".join(reasons)))
+    lines.append(aligned(rows))
     try:
         rule = "by default" if _forced is None else "asked for by name"
         chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
-        lines.append(f"  -> {chosen}, {rule}")
+        lines.append(f"-> {chosen}, {rule}")
         if op == "sparse_attention" and chosen != "torch":
             formulation = _limits.explain_plan(paged)
-            lines += [] if formulation is None else [f"     formulation: {formulation}"]
+            lines += [] if formulation is None else [f"   formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:
-        lines.append(f"  -> raises {type(error).__name__}: {error}")
+        lines.append(f"-> raises {type(error).__name__}: {error}")
     problem = checks.problem(op, arguments)
     if problem:
-        lines.append(f"  bad input: {problem}")
+        lines.append(f"bad input: {problem}")
     return "\n".join(lines)
