@@ -133,3 +133,8 @@ def int32(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.int32 and (x.shape[-1] < 2 or x.stride(-1) == 1):
         return x
     return x.clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
+
+
+def packed(scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """A scale with its elements next to each other, as the kernels read them; a copy only of what lies otherwise."""
+    return scale if scale is None else scale.contiguous()

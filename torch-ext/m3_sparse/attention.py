@@ -119,6 +119,7 @@ def _attend(
         if block_indices is not None and block_indices.dtype != torch.int32:
             block_indices = _limits.int32(block_indices)
         table, cu_seqlens_q, seqused_k = (_limits.int32(x) for x in (table, cu_seqlens_q, seqused_k))
+        k_scale, v_scale = _limits.packed(k_scale), _limits.packed(v_scale)
         if formulation is not None:
             _limits.plan(q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k, causal, formulation)
     softmax_scale = checks.HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
