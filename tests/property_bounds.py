@@ -86,7 +86,7 @@ def attention(op, backend, kind, out, lse, exact, v_dtype, blocks=32):
     bound = BOUNDS[kind]
     unit, single = UNIT[out.dtype], UNIT[FP32]
     allowed = (bound.rounded * unit + bound.summed * single * (1 + exact.reach[..., None])) * exact.weighed
-    allowed = allowed + 1e-37
+    allowed = allowed + 1e-37 + 2.0**-125 * exact.mass
     if out.dtype == FP16:
         allowed = allowed + 2.0**-25
     if kind not in ("torch", "merge") and (out.dtype == FP16 or v_dtype.itemsize == 1):

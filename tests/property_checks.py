@@ -5,9 +5,17 @@ import m3_sparse
 import oracle
 import property_bounds as bounds
 import property_settings
+import pytest
 import torch
 
 INF = float("inf")
+
+
+def refused(arguments):
+    """Whether float8 queries come with a stride of 0, which the aot backend takes for no scoring."""
+    query, keys = arguments["index_q"], arguments["index_k_cache"]
+    expanded = any(n > 1 and s == 0 for x in (query, keys) for n, s in zip(x.shape, x.stride()))
+    return query.dtype.itemsize == 1 and expanded
 
 
 class Device:
@@ -15,6 +23,10 @@ class Device:
 
     def __init__(self, name, label, device="cpu"):
         self.name, self.label, self.device = name, label, device
+
+    def by_default(self):
+        """The backend that the package chooses, for a call that this one refuses."""
+        return Device(None, self.label, self.device)
 
     def put(self, move, x):
         return [move(y) for y in x] if isinstance(x, list) else move(x)
@@ -80,6 +92,10 @@ def attention(device, call, dense=False):
 
 def scores(device, call):
     property_settings.count("block_scores", device.label, calls=1, examples=1)
+    if device.name == "aot" and refused(call.arguments):
+        with pytest.raises(NotImplementedError, match="strides above 0"):
+            device.call(m3_sparse.block_scores, call.arguments)
+        device = device.by_default()
     got, _ = device.call(m3_sparse.block_scores, call.arguments)
     query, keys, _ = call.exact
     assert got.dtype == torch.float32 and got.shape[2] == call.story["blocks"]
@@ -96,6 +112,10 @@ def _at_least(exact, got):
 def selection(device, call):
     property_settings.count("select_blocks", device.label, calls=2, examples=1)
     arguments = dict(call.arguments)
+    if device.name == "aot" and refused(arguments):
+        with pytest.raises(NotImplementedError, match="strides above 0"):
+            device.call(m3_sparse.select_blocks, arguments)
+        device = device.by_default()
     (ids, got), _ = device.call(m3_sparse.select_blocks, {**arguments, "return_scores": True})
     if call.story["out"] is not None:
         arguments["out"] = call.story["out"]

@@ -264,7 +264,11 @@ def rescaled(draw, case):
     factor = some(draw, 1, 1, 1, 0, 1e-3, 8, 64)
     case.q = case.q * factor if factor != 1 else case.q
     if case.v_cache.dtype.itemsize > 1:
-        case.v_cache.mul_(some(draw, 1, 1, 1, 0, 1e-3, 1e-6, 300, 8000))
+        size = some(draw, 1, 1, 1, 0, 1e-3, 1e-6, 300, 8000)
+        v = case.v_cache
+        if v.stride(0) == cases.DIM:  # overlapping pages: each token once
+            v = torch.empty(0, dtype=v.dtype).set_(v.untyped_storage())
+        v.mul_(size)
     return factor
 
 
