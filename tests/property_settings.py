@@ -103,5 +103,5 @@ def record(op, backend, seconds):
         _Chosen.figures.mkdir(parents=True, exist_ok=True)
         seed = "derandomized" if _Chosen.seed is None else _Chosen.seed
         facts = {"op": op, "backend": backend, "seed": seed, "seconds": round(seconds, 1), **entry}
-        name = f"{backend}-{op}-{seed}.json"
+        name = f"{backend.replace(chr(32), chr(45))}-{op}-{seed}.json"
         (_Chosen.figures / name).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
