@@ -14,19 +14,26 @@ most u of itself:
     kv_stationary  3: the weights; the partial result of each block, kept in 16 bits; the output
     merge          1: the output
 
-c counts the roundings to fp32. A logit is a sum of 128 products, each term of which passes through at most 16 (CPU,
-vectors of 8 or more lanes) or 8 (tensor cores, 16 products a step) additions; the scale takes two more, the difference to
-the reference and the exponential two. An error of a logit moves p and the sum of p, so out twice as far. Sums of weights and
-of weighted values add one rounding for every step of 16 to 64 keys, which are averaged, not added, over thousands of
-keys. A rounding of a tensor core is a truncation, worth two: torch 2 (16 + 4) = 40, aot 2 (2 * 8 + 4) + 8 = 48. Half of it
-for lse and merge, where only one side counts.
+c counts the roundings to fp32. A logit is a sum of 128 products.
+    torch: 127 additions, in whatever order the matrix library takes, each rounded by at most u of the sum so far. That n
+    such roundings exceed 4 sqrt(n) u has a probability below 10^-11 even if every partial sum is as large as the whole
+    (n uniform errors of variance u^2 / 3: 7 standard deviations): 45. (127 would be certain.) A draw in which one product
+    outweighs the others and comes first shows 16.
+    aot: tensor cores add 16 products a step, 8 steps, truncated, which is worth two roundings: 16.
+The scale takes two more, the difference to the reference and the exponential two. An error of a logit moves p and the sum
+of p, so out twice as far. Sums of weights and of weighted values add one rounding for every step of 16 to 64 keys; over
+thousands of keys these average out. torch 2 (45 + 5) = 100; aot 2 (16 + 4) + 8 = 48. Half of it for lse, where only one
+side counts; merge has no products: 20.
 
-absolute is what no multiple of u covers: fp16 ends at 2^-24. A weight (at least 1 at the row's maximum) below it is lost:
-2^-25 |v| a token; likewise an output; and kv_stationary keeps partial results 2^-7 smaller: 2^-18 a block.
+absolute is what no multiple of u covers. fp16 ends at 2^-24: a weight (at least 1 at the row's maximum) below it is lost,
+2^-25 |v| a token; likewise an output. kv_stationary takes weights and partial results 2^-7 smaller, so that no sum of them
+overflows, in which 2^-18 |v| a token and 2^-18 a block are lost: its fp16 has less room for weights far below the largest
+than that of the other formulations. fp32 ends at 2^-126 for units that flush: 2^-125 |v| a token.
 
-Scores. |score - exact| <= c u(fp32) max over visible t of sum |iq ik|; c = 20 on torch, 2 * 8 + 4 = 20 on aot. Two float8
-operands are multiplied by tensor cores that add with 14 bits (truncated; sums of 32 products): 4 steps * 2^-13 = 2^-11 of
-the largest terms; the decode kernel widens instead.
+Scores. |score - exact| <= c u(fp32) max over visible t of sum |iq ik|, c as for a logit: 45 on torch, 16 + 4 on aot. Two
+float8 operands are multiplied by tensor cores that align products and sum to 14 bits: 128 truncations by at most 2^-13 of
+the partial sum, of products of both signs, 11 of which (the root) are 2^-9.5: c u(fp32) = 2^-9. 16-bit queries have their
+float8 keys widened instead.
 
 Selection. Exactly what the returned scores demand; against the exact scores, one block may stand for another only if
 their exact scores are at most two such bounds apart.
@@ -51,15 +58,15 @@ class Bound(typing.NamedTuple):
 
 
 BOUNDS = {
-    "torch": Bound(1, 40, 20),
+    "torch": Bound(1, 100, 50),
     "decode": Bound(2, 48, 24),
     "union": Bound(2, 48, 24),
     "kv_stationary": Bound(3, 48, 24),
     "dense": Bound(2, 48, 24),
     "merge": Bound(1, 20, 20),
 }
-SCORES = {"torch": 20, "aot": 20}
-SCORES_OF_FLOAT8 = 2.0**-11 / UNIT[FP32]
+SCORES = {"torch": 45, "aot": 20}
+SCORES_OF_FLOAT8 = 2.0**-9 / UNIT[FP32]
 
 
 def _within(op, backend, what, got, want, allowed, most=None):
@@ -92,7 +99,7 @@ def attention(op, backend, kind, out, lse, exact, v_dtype, blocks=32):
     if kind not in ("torch", "merge") and (out.dtype == FP16 or v_dtype.itemsize == 1):
         allowed = allowed + 2.0**-25 * exact.mass
     if kind == "kv_stationary" and out.dtype == FP16:
-        allowed = allowed + 2.0**-18 * blocks
+        allowed = allowed + 2.0**-18 * (exact.mass + blocks)
     label = f"{kind} {str(out.dtype)[6:]}+{str(v_dtype)[6:]}"
     _within(op, backend, f"out, {label}", out, exact.out, allowed, torch.finfo(out.dtype).max)
     if lse is not None:
