@@ -47,3 +47,20 @@ def test_float8_queries_over_expanded_keys_take_torch(emulation, name):
         getattr(m3_sparse, name)(*args, **lengths)
     scores = m3_sparse.block_scores(*args, **lengths)
     assert torch.equal(scores.double(), oracle.block_scores(*args, **lengths))
+
+
+@pytest.mark.parametrize("formulation", [None, "decode", "union", "kv_stationary"])
+@pytest.mark.parametrize("table", [True, False], ids=["pages", "contiguous"])
+def test_a_cache_without_a_token_gives_empty_rows(emulation, table, formulation):
+    """kv_stationary, asked for by name, refused a cache without a page, or of rows without a slot."""
+    q = torch.randn(2, 16, 128).to(BF16)
+    cache = torch.zeros((0, 1, 128, 128) if table else (2, 1, 0, 128), dtype=BF16)
+    pages = torch.zeros(2, 3, dtype=torch.int32) if table else None
+    lengths = {"cu_seqlens_q": torch.tensor([0, 1, 2]), "seqused_k": torch.tensor([300, 0])}
+    out, lse = torch.full_like(q, float("nan")), torch.full((2, 16), float("nan"))
+    with m3_sparse.backend("aot"):
+        m3_sparse.sparse_attention(
+            q, cache, cache, torch.zeros(2, 1, 16, dtype=torch.int32), pages, **lengths, out=out, lse=lse,
+            formulation=formulation,
+        )  # fmt: skip
+    assert field_helpers.is_empty(out, lse)
