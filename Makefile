@@ -2,7 +2,7 @@
 # itself up in .venv.
 PYTHON ?= python3
 
-.PHONY: demo test property build sanitize clean
+.PHONY: demo test property build lint sanitize clean
 
 # The main job on the CPU: publish to a local Hub, fetch, generate, and run a prompt that the stock path can't hold.
 demo:
@@ -25,6 +25,11 @@ property:
 build:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/build.py all
+
+# ruff, mypy --strict of the package, clang-format, the C++ sources' warnings as errors, clang-tidy of the launcher.
+lint:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tools/lint.py
 
 # compute-sanitizer's four tools over every SM90 program, on a GPU; their reports go to build/sanitizer.log.
 SANITIZER ?= compute-sanitizer

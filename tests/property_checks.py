@@ -1,12 +1,13 @@
 """Runs a drawn call on a backend and judges the result: one function an operation, the same for every backend."""
 
 import field_helpers
-import m3_sparse
 import oracle
 import property_bounds as bounds
 import property_settings
 import pytest
 import torch
+
+import m3_sparse
 
 INF = float("inf")
 
@@ -86,7 +87,14 @@ def attention(device, call, dense=False):
     v_scale = call.arguments.get("v_scale")
     factor = 1.0 if v_scale is None or not v_scale.numel() else float(v_scale.max())
     bounds.attention(
-        op, device.label, kind, out.cpu(), None if lse is None else lse.cpu(), exact, arguments["v_cache"].dtype, 32 * factor
+        op,
+        device.label,
+        kind,
+        out.cpu(),
+        None if lse is None else lse.cpu(),
+        exact,
+        arguments["v_cache"].dtype,
+        32 * factor,
     )
 
 
@@ -124,7 +132,9 @@ def selection(device, call):
         assert alone is placed["out"]
         if device.device == "cpu":
             count = (call.story["buffer"] == 77).sum()
-            assert count == call.story["buffer"].numel() - alone.numel(), "ids beside out were written, or of out weren't"
+            assert count == call.story["buffer"].numel() - alone.numel(), (
+                "ids beside out were written, or of out weren't"
+            )
     ids, got = ids.cpu(), got.cpu()
     assert torch.equal(ids, alone.cpu()), "the selection depends on whether scores are returned"
     query, keys, table = call.exact

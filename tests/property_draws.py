@@ -9,11 +9,12 @@ caches are cut into pages for it).
 import typing
 
 import cases
-import m3_sparse
 import torch
 from contiguous import LAYOUTS as CONTIGUOUS
 from contiguous import contiguous
 from hypothesis import strategies as st
+
+import m3_sparse
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -47,9 +48,7 @@ class Space(typing.NamedTuple):
         return [tuple(DTYPES[x] for x in pair.split(split)) for pair in rows[0].dtypes]
 
 
-TORCH = Space(
-    "torch", ((1, 1), (2, 1), (3, 3), (6, 2), (4, 4), (16, 1), (20, 1), (8, 2)), (1, 2, 3, 4, 5), 40
-)
+TORCH = Space("torch", ((1, 1), (2, 1), (3, 3), (6, 2), (4, 4), (16, 1), (20, 1), (8, 2)), (1, 2, 3, 4, 5), 40)
 AOT = Space(
     "aot", ((16, 1), (16, 1), (32, 2), (8, 1), (1, 1), (4, 2), (6, 2), (3, 3), (12, 1)), (1, 2, 4, 4, 3, 8), 32,
     (None, "decode", "union", "kv_stationary"), False,

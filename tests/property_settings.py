@@ -44,7 +44,9 @@ def examples(op, backend):
     """The decorator of a property test of `op`: goes above hypothesis.given."""
     import hypothesis
 
-    phases = [p for p in hypothesis.Phase if _Chosen.shrink or p not in (hypothesis.Phase.shrink, hypothesis.Phase.explain)]
+    phases = [
+        p for p in hypothesis.Phase if _Chosen.shrink or p not in (hypothesis.Phase.shrink, hypothesis.Phase.explain)
+    ]
     settings = hypothesis.settings(
         max_examples=number(op, backend), deadline=None, derandomize=_Chosen.seed is None, database=None, print_blob=True,
         phases=phases, suppress_health_check=list(hypothesis.HealthCheck),

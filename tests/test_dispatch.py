@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import m3_sparse
 import pytest
 import torch
-from m3_sparse import _architecture, _arguments, capability
 from test_ops import Problem
+
+import m3_sparse
+from m3_sparse import _architecture, _arguments, _limits, capability
 
 # ---- choice of backend ----
 
@@ -17,7 +18,7 @@ from test_ops import Problem
 def test_explain_and_capabilities():
     p = Problem()
     text = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache)
-    assert "-> torch, by default" in text and "jit: cannot run: sparse_attention is not implemented" in text
+    assert "-> torch, by default" in text and "  jit: cannot run: " in text
     assert "the tensors are on cpu" in text and "takes dtypes bf16+bf16" in text
     assert "bad input" not in text
     arguments = {
@@ -39,20 +40,23 @@ def test_explain_and_capabilities():
     }
     assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
     assert all(
-        row.status in (capability.TESTED, capability.EMULATED, capability.MISSING) or "H200" in row.status
-        for row in table
+        row.status in (capability.TESTED, capability.EMULATED, capability.JIT) or "H200" in row.status for row in table
     )
 
 
 @pytest.mark.parametrize(
-    "name, reason", [("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"), ("jit", "not implemented on backend jit")]
+    "name, reason",
+    [
+        ("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"),
+        ("jit", "dense_attention on jit runs on sm_90, sm_100, sm_103"),
+    ],
 )
 def test_forced_backend_raises_with_reasons(name, reason):
     p = Problem()
     before = torch.full_like(p.q, 7.0)
-    with m3_sparse.backend(name):
-        with pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}"):
-            m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
+    refusal = pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}")
+    with m3_sparse.backend(name), refusal:
+        m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
     assert (before == 7.0).all() and capability._forced is None
     with (
         m3_sparse.backend("aot"),
@@ -105,6 +109,13 @@ def test_shapes_outside_the_kernels():
             cu_seqlens_q=torch.tensor([0, 35, 70], dtype=torch.int32),
             seqused_k=torch.tensor([128, 128], dtype=torch.int32),
         )
+
+
+def test_indices_saturate_at_int32():
+    """A page, length or slot beyond 32 bits must not come round to one that exists."""
+    given = torch.tensor([[2**32 + 1, -(2**32) + 1, 2**31, 7, -1]])
+    assert _limits.int32(given).tolist() == [[2**31 - 1, -(2**31), 2**31 - 1, 7, -1]]
+    assert _limits.int32(given[:, 3:].int().expand(2, 2).t()).is_contiguous()
 
 
 def test_choice_on_a_gpu(monkeypatch):

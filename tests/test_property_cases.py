@@ -3,10 +3,11 @@
 import time
 
 import cases
-import m3_sparse
 import oracle
 import pytest
 import torch
+
+import m3_sparse
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 

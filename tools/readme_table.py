@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build  # noqa: E402
-import determinism_table  # noqa: E402
-from project import ROOT, load_project  # noqa: E402
+import build
+import determinism_table
+from project import ROOT, load_project
 
 DOCUMENTS = ("README.md", "CARD.md")
 MARKERS = "<!-- {0}: begin -->", "<!-- {0}: end -->"
