@@ -203,7 +203,7 @@ class Problem:
         bounds.attention(f"{self.op}_attention", label, kind, *results, exact, self.dtype)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def exactly(way, size):
     """What the oracle says of the base problem."""
     problem = Problem(way, size)
