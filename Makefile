@@ -2,7 +2,7 @@
 # itself up in .venv.
 PYTHON ?= python3
 
-.PHONY: demo test build lint sanitize clean
+.PHONY: demo test property build lint sanitize clean
 
 # The main job on the CPU: publish to a local Hub, fetch, generate, and run a prompt that the stock path can't hold.
 demo:
@@ -14,6 +14,12 @@ demo:
 test:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/run_tests.py $(TESTS) $(PYTEST_ARGS)
+
+# Random calls of every operation, judged by an error bound: EXAMPLES of them on the torch backend. SEED draws others.
+EXAMPLES ?= 10000
+property:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python -m pytest -s tests/test_property.py --examples $(EXAMPLES) $(if $(SEED),--property-seed $(SEED)) $(PYTEST_ARGS)
 
 # Both variants, in build/.
 build:

@@ -21,6 +21,11 @@ MOST_ROWS_OF_A_REQUEST = 32
 MOST_PREFILL_HEADS = 64
 
 
+def _unmapped(x: torch.Tensor) -> bool:
+    """Whether no tensor map can describe x: an expanded dimension has no stride that it could hold."""
+    return any(n > 1 and not 0 < s < MOST_STRIDE for n, s in zip(x.shape, x.stride()))
+
+
 def sparse_attention(q: torch.Tensor, k_cache: torch.Tensor, block_indices: torch.Tensor) -> Optional[str]:
     if block_indices.shape[2] > MOST_IDS:
         return f"sparse_attention on aot takes at most {MOST_IDS} blocks a row, got {block_indices.shape[2]}"
@@ -34,33 +39,44 @@ def dense_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: Optional[to
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
         heads = f"{q.shape[1]} and {k_cache.shape[1]}"
         return f"dense_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
-    # Tensor maps: an expanded dimension has no stride that they could hold.
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x is not None and any(n > 1 and not 0 < s < MOST_STRIDE for n, s in zip(x.shape, x.stride())):
+        if x is not None and _unmapped(x):
             return f"dense_attention on aot takes strides above 0 and below {MOST_STRIDE}, got {x.stride()} for {name}"
     return None
 
 
-def block_scores(index_q: torch.Tensor, batch: torch.Tensor) -> Optional[str]:
+def block_scores(
+    index_q: torch.Tensor, batch: torch.Tensor, index_k_cache: Optional[torch.Tensor] = None
+) -> Optional[str]:
     """`batch`: any of the arguments with a row a request."""
     heads = index_q.shape[1]
-    if heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0:
-        return None
+    power = heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0
     if index_q.dtype == torch.float8_e4m3fn:
-        return (
-            f"block scoring on aot takes float8 queries with a power of two of heads up to {MOST_PREFILL_HEADS}, "
-            f"got {heads} heads"
-        )
-    if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * batch.shape[0]:
+        # Only the prefill kernel multiplies float8, which reads both by tensor maps.
+        if not power:
+            return (
+                f"block scoring on aot takes float8 queries with a power of two of heads up to {MOST_PREFILL_HEADS}, "
+                f"got {heads} heads"
+            )
+        for name, x in (("index_q", index_q), ("index_k_cache", index_k_cache)):
+            if x is not None and _unmapped(x):
+                return (
+                    f"block scoring on aot takes float8 queries with strides above 0 and below {MOST_STRIDE}, "
+                    f"got {x.stride()} for {name}"
+                )
+        return None
+    if not power and index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * batch.shape[0]:
         rows = f"{index_q.shape[0]} for {batch.shape[0]} requests"
         return f"block scoring on aot takes at most {MOST_ROWS_OF_A_REQUEST} rows a request on average, got {rows}"
     return None
 
 
-def select_blocks(index_q: torch.Tensor, batch: torch.Tensor, topk: int = 16) -> Optional[str]:
+def select_blocks(
+    index_q: torch.Tensor, batch: torch.Tensor, topk: int = 16, index_k_cache: Optional[torch.Tensor] = None
+) -> Optional[str]:
     if topk > MOST_IDS:
         return f"select_blocks on aot takes a topk of at most {MOST_IDS}, got {topk}"
-    return block_scores(index_q, batch)
+    return block_scores(index_q, batch, index_k_cache)
 
 
 def store_kv(
@@ -124,8 +140,8 @@ def explain_plan(arguments: dict[str, Any]) -> Optional[str]:
 _NEEDED: dict[str, tuple[Callable[..., Optional[str]], tuple[str, ...], tuple[str, ...]]] = {
     "sparse_attention": (sparse_attention, ("q", "k_cache", "block_indices"), ()),
     "dense_attention": (dense_attention, ("q", "k_cache"), ("v_cache",)),
-    "block_scores": (block_scores, ("index_q", "block_table"), ()),
-    "select_blocks": (select_blocks, ("index_q", "block_table"), ("topk",)),
+    "block_scores": (block_scores, ("index_q", "block_table"), ("index_k_cache",)),
+    "select_blocks": (select_blocks, ("index_q", "block_table"), ("topk", "index_k_cache")),
     "store_kv": (store_kv, ("k", "k_cache", "index_k", "index_k_cache"), ()),
 }
 
@@ -145,3 +161,8 @@ def int32(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.int32 and (x.shape[-1] < 2 or x.stride(-1) == 1):
         return x
     return x.clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
+
+
+def packed(scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """A scale with its elements next to each other, as the kernels read them; a copy only of what lies otherwise."""
+    return scale if scale is None else scale.contiguous()

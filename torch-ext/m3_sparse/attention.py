@@ -133,6 +133,9 @@ def _attend(
         if block_indices is not None and block_indices.dtype != torch.int32:
             block_indices = _limits.int32(block_indices)
         table, cu_seqlens_q, seqused_k = (_limits.int32(x) for x in (table, cu_seqlens_q, seqused_k))
+        k_scale, v_scale = _limits.packed(k_scale), _limits.packed(v_scale)
+        if k_cache.shape[0] == 0:
+            formulation = None  # no token at all: every formulation gives empty rows, and some take no empty cache
         if formulation is not None and block_indices is not None:
             _limits.plan(q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k, causal, formulation)
     softmax_scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)

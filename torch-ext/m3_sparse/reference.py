@@ -95,6 +95,15 @@ def _selection_rows(index_q: torch.Tensor, blocks: int) -> int:
     return max(1, min(2048, 4 * TILE_BYTES // (8 * index_q.shape[1] * blocks)))
 
 
+def _reached(pages: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The columns of the table by block that some row can see, at least one: a table is often far wider than its requests
+    are long. Only for real tensors on the CPU, where a look at the lengths waits for nobody.
+    """
+    if type(rows.end) is not torch.Tensor or rows.end.device.type != "cpu" or rows.end.numel() == 0:
+        return pages
+    return pages[:, : max(1, (int(rows.end.max()) + BLOCK - 1) // BLOCK)]
+
+
 def block_scores(
     scores: torch.Tensor,
     index_q: torch.Tensor,
@@ -108,12 +117,16 @@ def block_scores(
         scores.fill_(-INF)
         return
     page = index_k_cache.shape[1]
-    pages = block_pages(block_table, page)
     rows = locate_rows(cu_seqlens_q, seqused_k, index_q.shape[0], block_table.shape[1] * page)
-    step = _selection_rows(index_q, pages.shape[1])
+    pages = _reached(block_pages(block_table, page), rows)
+    blocks = pages.shape[1]
+    scores[..., blocks:] = -INF
+    step = _selection_rows(index_q, blocks)
     for r0 in range(0, index_q.shape[0], step):
         part = slice(r0, r0 + step)
-        _score_rows(scores[part], index_q[part], index_k_cache, pages, Rows(rows.request[part], rows.end[part]))
+        _score_rows(
+            scores[part, :, :blocks], index_q[part], index_k_cache, pages, Rows(rows.request[part], rows.end[part])
+        )
 
 
 def select_blocks(
@@ -141,14 +154,19 @@ def select_blocks(
             scores.fill_(-INF)
         return
     page = index_k_cache.shape[1]
-    pages = block_pages(block_table, page)
     rows = locate_rows(cu_seqlens_q, seqused_k, index_q.shape[0], block_table.shape[1] * page)
-    step = _selection_rows(index_q, pages.shape[1])
+    pages = _reached(block_pages(block_table, page), rows)
+    blocks = pages.shape[1]
+    if scores is not None:
+        scores[..., blocks:] = -INF
+    step = _selection_rows(index_q, blocks)
     for r0 in range(0, index_q.shape[0], step):
         part = slice(r0, r0 + step)
         chunk = Rows(rows.request[part], rows.end[part])
-        shape = (chunk.end.shape[0], index_q.shape[1], pages.shape[1])
-        mine = torch.empty(shape, dtype=torch.float32, device=out.device) if scores is None else scores[part]
+        shape = (chunk.end.shape[0], index_q.shape[1], blocks)
+        mine = (
+            torch.empty(shape, dtype=torch.float32, device=out.device) if scores is None else scores[part, :, :blocks]
+        )
         _score_rows(mine, index_q[part], index_k_cache, pages, chunk)
         out[part] = select_from_scores(mine, block_count(chunk.end), out.shape[-1], local_blocks, init_blocks)
 

@@ -73,7 +73,7 @@ def block_scores(
     checks.block_scores(
         index_q, index_k_cache, block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, leftpad_k=leftpad_k
     )
-    outside = _limits.block_scores(index_q, seqused_k)
+    outside = _limits.block_scores(index_q, seqused_k, index_k_cache)
     backend = choose("block_scores", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
     scores = _scores_like(index_q, _reach(index_k_cache, block_table))
     tensors = _operands(backend, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, leftpad_k)
@@ -132,7 +132,7 @@ def select_blocks(
         out=out,
         return_scores=return_scores,
     )
-    outside = _limits.select_blocks(index_q, seqused_k, topk)
+    outside = _limits.select_blocks(index_q, seqused_k, topk, index_k_cache)
     backend = choose("select_blocks", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
     if out is None:
         out = torch.empty((index_q.shape[0], index_q.shape[1], topk), dtype=torch.int32, device=index_q.device)
