@@ -367,5 +367,5 @@ ENCODERS = {
     "rcp": unary_float, "rsqrt": unary_float, "sqrt": unary_float, "ex2": unary_float, "lg2": unary_float,
     "sin": unary_float, "cos": unary_float, "tanh": unary_float,
     "shfl": shfl, "vote": vote, "match": match, "redux": redux, "activemask": activemask, "elect": elect,
-    "nanosleep": no_operation, "trap": lambda p, m, args: p.emit("trap"),
+    "nanosleep": lambda p, m, args: p.emit("sleep"), "trap": lambda p, m, args: p.emit("trap"),
 }  # fmt: skip
