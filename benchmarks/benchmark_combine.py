@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 # states, tokens, heads: split decode at batch 1, 16 and 256; two ranks of a context-parallel prefill; 16 partials.
 CASES = [(8, 1, 64), (16, 1, 64), (4, 16, 64), (2, 256, 64), (8, 256, 64), (2, 8192, 64), (16, 2048, 64)]
@@ -35,10 +35,14 @@ class MergeStates(protocol.Benchmark):
     """Eight partial results of 256 tokens and 64 heads."""
 
     seed = 0
+    key = {"op": "merge", "dtype": "fp32>fp32", "heads": "64x8", "batch": 256, "q_len": 1}
 
     def setup(self) -> None:
         self.outs = torch.randn(8, 256, 64, 128, device=self.device)
         self.lses = torch.randn(8, 256, 64, device=self.device)
+
+    def work(self):
+        return 256 * 64 * (8 * 516 + 516), 2 * 8 * 256 * 64 * 128
 
     def benchmark_merge(self) -> None:
         self.out, _ = self.kernel.merge_states(self.outs, self.lses)

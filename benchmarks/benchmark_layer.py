@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 DIM, BLOCK, TOPK, HEADS, KV_HEADS = 128, 128, 16, 64, 4
 REPEATS = 4  # the first is not counted
@@ -181,12 +181,18 @@ class SparseLayer(protocol.Benchmark):
     """A prompt of 600 tokens through a layer of 8 heads that selects 2 blocks, in fp32, against eager."""
 
     seed = 0
+    key = {"op": "layer", "dtype": "fp32", "heads": f"8/{KV_HEADS}", "batch": 1, "q_len": 600, "kv_len": 600}
+    key.update(selection="indexer")
 
     def setup(self) -> None:
         self.kernel.register_transformers("m3_sparse_layer")
         config = model_config(64, heads=8, topk=2, initializer_range=0.2)
         self.models = [make_model(config, name, self.device, torch.float32) for name in ("m3_sparse_layer", "eager")]
         self.x = torch.randn(1, 600, 64, device=self.device)
+
+    def work(self):
+        """Of selection and attention, as in the rows; the layer's other parts are in the time, too."""
+        return 4 * DIM * 600 * (2 * 8 + 2 * KV_HEADS + KV_HEADS + 1), 2 * DIM * 600 * 300 * (KV_HEADS + 2 * 8)
 
     def benchmark_prefill(self) -> None:
         with torch.no_grad():

@@ -6,7 +6,6 @@ pages, the rest of a last page, gaps between strided pages, left pads) are poiso
 """
 
 import dataclasses
-import typing
 
 import torch
 
@@ -30,8 +29,8 @@ class Case:
     cu_seqlens_q: torch.Tensor
     seqused_k: torch.Tensor
     ids: torch.Tensor
-    k_scale: typing.Optional[torch.Tensor]
-    v_scale: typing.Optional[torch.Tensor]
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     q_lens: list
     kv_lens: list
     page: int

@@ -99,8 +99,9 @@ def variant_folder():
 @pytest.fixture(scope="session")
 def emulation(tmp_path_factory, variant_folder, pytestconfig):
     """The package's operators on the emulator; see ptx_emulator/session.py."""
-    import m3_sparse
     from ptx_emulator.session import Emulation
+
+    import m3_sparse
 
     kernels = variant_folder.parent / "kernels"
     made = Emulation(tmp_path_factory.mktemp("driver"), kernels, pytestconfig.getoption("--device"))

@@ -6,9 +6,10 @@ Cases are built, and judged by the oracle, on the CPU; a call moves them to the 
 import dataclasses
 
 import cases
-import m3_sparse
 import oracle
 import torch
+
+import m3_sparse
 
 BF16, INF = torch.bfloat16, float("inf")
 GROUP16 = (16, 1)  # heads that every formulation takes

@@ -5,6 +5,7 @@ so that each line can be compared with a sentence of the contract; a byte that t
 never touched here, whatever it holds. Everything is torch float64, so gradients can be taken through the attentions.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -118,7 +119,7 @@ def check_selection(got, scores, epsilon, counts, topk=16, local=1, init=0):
             chosen = [b for b in ids if b != -1]
             at = f"row {i} head {h}: {ids}, oracle {want[i, h].tolist()}"
             assert len(chosen) == min(topk, n) and ids[len(chosen) :] == [-1] * (topk - len(chosen)), at
-            assert all(a < b for a, b in zip(chosen, chosen[1:])) and all(0 <= b < n for b in chosen), at
+            assert all(a < b for a, b in itertools.pairwise(chosen)) and all(0 <= b < n for b in chosen), at
             assert forced <= set(chosen), at
             wanted = set(want[i, h].tolist()) - {-1}
             row = scores[i, h].tolist()

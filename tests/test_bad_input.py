@@ -6,10 +6,10 @@ are run as they are too, so that no case can pass because something else was wro
 
 import re
 
+import cases
 import pytest
 import torch
 
-import cases
 import m3_sparse
 
 VALUE, TYPE = (ValueError,), (TypeError,)
@@ -400,9 +400,8 @@ def test_lengths_that_make_no_sense_never_lead_outside_the_tensors(function, wid
 
 
 def test_unknown_backend_is_refused_by_name():
-    with pytest.raises(ValueError) as caught:
-        with m3_sparse.backend("cudnn"):
-            pass
+    with pytest.raises(ValueError) as caught, m3_sparse.backend("cudnn"):
+        pass
     for word in ("cudnn", "torch", "aot", "jit"):
         assert word in str(caught.value)
 
@@ -411,9 +410,8 @@ def test_unknown_backend_is_refused_by_name():
 @pytest.mark.parametrize("function", VALID)
 def test_unavailable_backend_raises_and_never_falls_back(function, backend):
     """On CPU tensors no compiled backend can run: asking for one by name must raise, with the reason."""
-    with m3_sparse.backend(backend):
-        with pytest.raises((NotImplementedError, ValueError)) as caught:
-            call(function, VALID[function]())
+    with m3_sparse.backend(backend), pytest.raises((NotImplementedError, ValueError)) as caught:
+        call(function, VALID[function]())
     message = str(caught.value)
     assert function in message and backend in message and len(message) > len(function) + len(backend) + 20
     call(function, VALID[function]())  # and the choice ended with the block
@@ -426,9 +424,8 @@ def test_forced_torch_backend_works():
 
 
 def test_backend_choice_is_restored_after_an_error_and_nests():
-    with pytest.raises(RuntimeError, match="mine"):
-        with m3_sparse.backend("jit"):
-            raise RuntimeError("mine")
+    with pytest.raises(RuntimeError, match="mine"), m3_sparse.backend("jit"):
+        raise RuntimeError("mine")
     with m3_sparse.backend("jit"):
         with m3_sparse.backend("torch"):
             call("merge_states", merge_arguments())

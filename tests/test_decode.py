@@ -184,7 +184,21 @@ def refuses_what_would_leave_a_tensor(driver):
     import torch
 
     attend = operators().aot_sparse_attention
-    names = "out lse q k_cache v_cache ids table cu used softmax_scale causal k_scale v_scale".split()
+    names = [
+        "out",
+        "lse",
+        "q",
+        "k_cache",
+        "v_cache",
+        "ids",
+        "table",
+        "cu",
+        "used",
+        "softmax_scale",
+        "causal",
+        "k_scale",
+        "v_scale",
+    ]
 
     def refused(message, **changes):
         arguments = problem()

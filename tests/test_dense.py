@@ -11,7 +11,20 @@ from launch_checks import VARIANTS, LaunchChecks, error_of, needs_variant, opera
 
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
-NAMES = "out lse q k_cache v_cache table cu used softmax_scale causal k_scale v_scale".split()
+NAMES = [
+    "out",
+    "lse",
+    "q",
+    "k_cache",
+    "v_cache",
+    "table",
+    "cu",
+    "used",
+    "softmax_scale",
+    "causal",
+    "k_scale",
+    "v_scale",
+]
 
 
 def ceil_div(a, b):

@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import m3_sparse
 import pytest
 import torch
-from m3_sparse import _architecture, _arguments, capability
 from test_ops import Problem
+
+import m3_sparse
+from m3_sparse import _architecture, _arguments, capability
 
 # ---- choice of backend ----
 
@@ -17,7 +18,7 @@ from test_ops import Problem
 def test_explain_and_capabilities():
     p = Problem()
     text = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache)
-    assert "-> torch, by default" in text and "jit: cannot run: sparse_attention is not implemented" in text
+    assert "-> torch, by default" in text and "  jit: cannot run: " in text
     assert "the tensors are on cpu" in text and "takes dtypes bf16+bf16" in text
     assert "bad input" not in text
     arguments = {
@@ -39,20 +40,24 @@ def test_explain_and_capabilities():
     }
     assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
     assert all(
-        row.status in (capability.TESTED, capability.EMULATED, capability.MISSING) or "H200" in row.status
+        row.status in (capability.TESTED, capability.EMULATED, capability.JIT) or "H200" in row.status
         for row in table
     )
 
 
 @pytest.mark.parametrize(
-    "name, reason", [("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"), ("jit", "not implemented on backend jit")]
+    "name, reason",
+    [
+        ("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"),
+        ("jit", "dense_attention on jit runs on sm_90, sm_100, sm_103"),
+    ],
 )
 def test_forced_backend_raises_with_reasons(name, reason):
     p = Problem()
     before = torch.full_like(p.q, 7.0)
-    with m3_sparse.backend(name):
-        with pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}"):
-            m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
+    refusal = pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}")
+    with m3_sparse.backend(name), refusal:
+        m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
     assert (before == 7.0).all() and capability._forced is None
     with (
         m3_sparse.backend("aot"),

@@ -4,6 +4,8 @@ Each check runs in a process of its own (`python tests/test_prefill.py NAME`), w
 What the kernels compute is tested in tests/gpu/test_prefill_gpu.py; tests/test_invert.py looks at the plan.
 """
 
+import itertools
+
 import pytest
 from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
@@ -117,7 +119,7 @@ def packs_every_parameter(driver):
             partials: tokens * heads * 7 * rows * 256, sums: tokens * heads * 7 * rows * 8,
         }  # fmt: skip
         places = sorted(parts.items())
-        assert all(a + size <= b for (a, size), (b, _) in zip(places, places[1:]))
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
         assert all(a % 256 == places[0][0] % 256 for a, _ in places)
 
 

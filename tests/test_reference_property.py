@@ -1,12 +1,12 @@
 """Random small problems: selection bit for bit, attention and LSE within the fp32 tolerance."""
 
+import cases
 import hypothesis
+import oracle
 import torch
 from hypothesis import strategies as st
 
-import cases
 import m3_sparse
-import oracle
 
 REQUEST = st.tuples(
     st.one_of(st.integers(0, 5), st.sampled_from([8, 16, 17])),

@@ -6,12 +6,12 @@ bit. With ordinary data a member may be swapped only for one whose exact score i
 
 import math
 
+import cases
+import oracle
 import pytest
 import torch
 
-import cases
 import m3_sparse
-import oracle
 
 INF = math.inf
 LENGTHS = [

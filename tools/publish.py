@@ -11,15 +11,14 @@ import argparse
 import ast
 import sys
 from pathlib import Path
-from typing import Optional
 
 import jinja2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build  # noqa: E402
-from project import Project, load_project  # noqa: E402
+import build
+from project import Project, load_project
 
 
 def render_card(project: Project) -> str:
@@ -77,7 +76,7 @@ def repository_files(project: Project, folder: Path, variants: list[Path]) -> di
     return files
 
 
-def publish(project: Project, folder: Path, repo_id: Optional[str] = None, api: Optional[HfApi] = None) -> str:
+def publish(project: Project, folder: Path, repo_id: str | None = None, api: HfApi | None = None) -> str:
     """Create what is missing and commit; returns the commit on the version's branch."""
     api, repo_id = api or HfApi(), repo_id or project.repo_id
     variants = find_variants(folder)

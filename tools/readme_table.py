@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build  # noqa: E402
-from project import ROOT, load_project  # noqa: E402
+import build
+from project import ROOT, load_project
 
 DOCUMENTS = ("README.md", "CARD.md")
 BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"

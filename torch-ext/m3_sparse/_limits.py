@@ -3,12 +3,13 @@
 The choice of a backend and `explain` read these; nothing here looks at a value on a device.
 """
 
-from typing import Optional, Tuple
+from collections.abc import Callable
+from typing import Any, Optional
 
 import torch
 
 from . import checks
-from .ops import ops
+from ._ops import ops
 
 MOST_IDS = 32
 MOST_GROUP = 16
@@ -20,7 +21,7 @@ MOST_ROWS_OF_A_REQUEST = 32
 MOST_PREFILL_HEADS = 64
 
 
-def sparse_attention(q, k_cache, block_indices) -> Optional[str]:
+def sparse_attention(q: torch.Tensor, k_cache: torch.Tensor, block_indices: torch.Tensor) -> Optional[str]:
     if block_indices.shape[2] > MOST_IDS:
         return f"sparse_attention on aot takes at most {MOST_IDS} blocks a row, got {block_indices.shape[2]}"
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
@@ -29,7 +30,7 @@ def sparse_attention(q, k_cache, block_indices) -> Optional[str]:
     return None
 
 
-def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
+def dense_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: Optional[torch.Tensor] = None) -> Optional[str]:
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
         heads = f"{q.shape[1]} and {k_cache.shape[1]}"
         return f"dense_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
@@ -40,7 +41,7 @@ def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
     return None
 
 
-def block_scores(index_q, batch) -> Optional[str]:
+def block_scores(index_q: torch.Tensor, batch: torch.Tensor) -> Optional[str]:
     """`batch`: any of the arguments with a row a request."""
     heads = index_q.shape[1]
     if heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0:
@@ -56,14 +57,16 @@ def block_scores(index_q, batch) -> Optional[str]:
     return None
 
 
-def select_blocks(index_q, batch, topk=16) -> Optional[str]:
+def select_blocks(index_q: torch.Tensor, batch: torch.Tensor, topk: int = 16) -> Optional[str]:
     if topk > MOST_IDS:
         return f"select_blocks on aot takes a topk of at most {MOST_IDS}, got {topk}"
     return block_scores(index_q, batch)
 
 
-def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
-    if index_k is None or k.dtype == k_cache.dtype or index_k.dtype == index_k_cache.dtype:
+def store_kv(
+    k: torch.Tensor, k_cache: torch.Tensor, index_k: Optional[torch.Tensor], index_k_cache: Optional[torch.Tensor]
+) -> Optional[str]:
+    if index_k is None or index_k_cache is None or k.dtype == k_cache.dtype or index_k.dtype == index_k_cache.dtype:
         return None
     if (index_k.dtype, index_k_cache.dtype) != (k.dtype, k_cache.dtype):
         return "store_kv on aot converts from one dtype to one in a call; index_k and k differ here"
@@ -80,20 +83,29 @@ PLANS = {
 
 
 def plan(
-    q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, causal=True, formulation=None
-) -> Tuple[int, int]:
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    causal: bool = True,
+    formulation: Optional[str] = None,
+) -> tuple[int, int]:
     """The formulation that sparse_attention takes on aot, a key of PLANS, and the bytes that it allocates beside its
     results. NotImplementedError if a forced one can't.
     """
     wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
     tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
     try:
-        return ops.aot_attention_plan(*tensors, causal, wanted)
+        number, workspace = ops.aot_attention_plan(*tensors, causal, wanted)
+        return number, workspace
     except RuntimeError as error:
         raise NotImplementedError(f"formulation {formulation!r}: {error}") from error
 
 
-def explain_plan(arguments: dict) -> Optional[str]:
+def explain_plan(arguments: dict[str, Any]) -> Optional[str]:
     """The formulation as a sentence; None where too few arguments are given."""
     needed = ("q", "k_cache", "v_cache", "block_indices", "block_table", "cu_seqlens_q", "seqused_k")
     if any(name not in arguments for name in needed):
@@ -109,7 +121,7 @@ def explain_plan(arguments: dict) -> Optional[str]:
         return f"none: {error}"
 
 
-_NEEDED = {
+_NEEDED: dict[str, tuple[Callable[..., Optional[str]], tuple[str, ...], tuple[str, ...]]] = {
     "sparse_attention": (sparse_attention, ("q", "k_cache", "block_indices"), ()),
     "dense_attention": (dense_attention, ("q", "k_cache"), ("v_cache",)),
     "block_scores": (block_scores, ("index_q", "block_table"), ()),
@@ -118,7 +130,7 @@ _NEEDED = {
 }
 
 
-def outside_aot(op: str, arguments: dict) -> Optional[str]:
+def outside_aot(op: str, arguments: dict[str, Any]) -> Optional[str]:
     """The limit that a call with these arguments, by name, would break; None too if too few of them are given."""
     if op not in _NEEDED:
         return None

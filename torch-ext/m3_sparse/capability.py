@@ -7,19 +7,20 @@ or raises.
 
 import os
 from dataclasses import dataclass
-from typing import List, Optional, Tuple
+from typing import Any, Optional
 
 import torch
 
-from . import _contiguous, _limits, checks
+from . import _contiguous, _jit, _limits, checks
 from ._architecture import architecture
+from ._arguments import needs_grad as any_needs_grad
 from .ops import BUILT, OPERATIONS
 
 BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
 EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md says what that proves
-MISSING = "not implemented"
+JIT = "compiled where it runs, by nvidia-cutlass-dsl; emulated, not yet run on hardware"
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,16 @@ class Capability:
     op: str
     backend: str
     arch: str
-    dtypes: Tuple[str, ...]
+    dtypes: tuple[str, ...]
     status: str
 
 
-class CapabilityTable(List[Capability]):
+class CapabilityTable(list[Capability]):
     """A list of rows that prints as a text table, or as Markdown."""
 
     header = ("operation", "backend", "runs on", "dtypes", "status")
 
-    def cells(self) -> List[Tuple[str, ...]]:
+    def cells(self) -> list[tuple[str, ...]]:
         return [(r.op, r.backend, r.arch, ", ".join(r.dtypes) or "-", r.status) for r in self]
 
     def __str__(self) -> str:
@@ -85,8 +86,7 @@ TABLE = CapabilityTable(
         for op, pairs in _AOT.items()
         for arch, status in _ARCHITECTURES.items()
     ]
-    + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
-    + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
+    + [Capability(op, "jit", arch, pairs, JIT) for op, pairs in _AOT.items() for arch in _ARCHITECTURES]
 )
 
 _NAMES = {
@@ -98,7 +98,7 @@ _NAMES = {
 }
 
 # What the table allows, in the form that a call asks for: (op, backend, arch, dtypes).
-_ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE if r.status != MISSING for pair in r.dtypes)
+_ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE for pair in r.dtypes)
 
 # The one environment override, read here and nowhere else. Its value is judged by the first call, so that an import
 # never fails for it.
@@ -109,19 +109,17 @@ class _Forced:
     def __init__(self, name: Optional[str]):
         self.name = name
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         global _forced
         self.before = _forced
         _forced = self.name
-        return None
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         global _forced
         _forced = self.before
-        return False
 
 
-def backend(name: Optional[str]):
+def backend(name: Optional[str]) -> _Forced:
     """Context manager: every call inside runs on backend `name` or raises.
 
     `name` is "torch", "aot" or "jit"; None restores the default rule. The setting belongs to the process, not to the
@@ -145,14 +143,14 @@ def dtype_key(op: str, first: torch.dtype, second: torch.dtype) -> str:
     return _NAMES.get(first, str(first)) + joint + _NAMES.get(second, str(second))
 
 
-def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> List[str]:
+def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> list[str]:
     """Every reason why backend `name` cannot run this call; empty if it can. Depends on table and build only."""
-    rows = [row for row in TABLE if row.op == op and row.backend == name]
-    live = [row for row in rows if row.status != MISSING]
-    if not live:
-        return [f"{op} is not implemented on backend {name}"]
+    live = [row for row in TABLE if row.op == op and row.backend == name]
     reasons = []
-    if (op, name) not in BUILT:
+    unmet = _jit.missing(op) if name == "jit" else None
+    if unmet is not None:
+        reasons.append(unmet)
+    elif (op, name) not in BUILT:
         reasons.append(
             f"this build of m3_sparse contains no {name} kernels (it is a build without a compiled extension)"
         )
@@ -182,9 +180,9 @@ def choose(
     dtypes = dtype_key(op, first, second)
     if _forced is None:
         # The two common answers without building reasons: this runs at every call.
-        if not needs_grad and outside_aot is None and (op, "aot") in BUILT:
-            if (op, "aot", architecture(device), dtypes) in _ALLOWED:
-                return "aot"
+        aot = not needs_grad and outside_aot is None and (op, "aot") in BUILT
+        if aot and (op, "aot", architecture(device), dtypes) in _ALLOWED:
+            return "aot"
         if (op, "torch", "any", dtypes) in _ALLOWED:
             return "torch"
         reasons = refusals(op, "torch", device, dtypes, needs_grad)
@@ -192,7 +190,7 @@ def choose(
     if _forced not in BACKENDS:
         raise ValueError(f"M3_SPARSE_BACKEND must be one of {', '.join(BACKENDS)}, got {_forced!r}")
     reasons = refusals(op, _forced, device, dtypes, needs_grad)
-    if _forced == "aot" and outside_aot is not None:
+    if _forced != "torch" and outside_aot is not None:
         reasons.append(outside_aot)
     if reasons:
         raise NotImplementedError(
@@ -201,7 +199,7 @@ def choose(
     return _forced
 
 
-def _operands(op: str, given: dict) -> Tuple[Optional[torch.Tensor], Optional[torch.dtype]]:
+def _operands(op: str, given: dict[str, Any]) -> Optional[tuple[torch.Tensor, torch.dtype]]:
     """The tensor that names the device and first dtype of a call, and the second dtype."""
     first_name, second_name = {
         "block_scores": ("index_q", "index_k_cache"),
@@ -215,12 +213,12 @@ def _operands(op: str, given: dict) -> Tuple[Optional[torch.Tensor], Optional[to
     if op == "merge_states" and isinstance(first, (list, tuple)) and first and isinstance(first[0], torch.Tensor):
         first = second = first[0]
     if not isinstance(first, torch.Tensor):
-        return None, None
+        return None
     dtype = second.dtype if isinstance(second, torch.Tensor) else first.dtype
     return first, given.get("out_dtype") or dtype
 
 
-def explain(op: str, **arguments) -> str:
+def explain(op: str, **arguments: Any) -> str:
     """Why a call of `op` with these arguments would take which backend, or why it can't.
 
     Args:
@@ -237,10 +235,11 @@ def explain(op: str, **arguments) -> str:
     """
     if op not in OPERATIONS:
         raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    first, second = _operands(op, arguments)
-    if first is None:
+    operands = _operands(op, arguments)
+    if operands is None:
         return f"{op}:\n" + str(CapabilityTable([row for row in TABLE if row.op == op]))
-    needs_grad = checks.needs_grad(*[x for x in arguments.values() if isinstance(x, torch.Tensor)])
+    first, second = operands
+    needs_grad = any_needs_grad(*[x for x in arguments.values() if isinstance(x, torch.Tensor)])
     dtypes = dtype_key(op, first.dtype, second)
     lines = [
         f"{op} with dtypes {dtypes} on {architecture(first.device)}"
@@ -251,14 +250,14 @@ def explain(op: str, **arguments) -> str:
     outside = _limits.outside_aot(op, paged)
     for name in BACKENDS:
         reasons = refusals(op, name, first.device, dtypes, needs_grad)
-        if name == "aot" and outside is not None:
+        if name != "torch" and outside is not None:
             reasons.append(outside)
         lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
     try:
         rule = "by default" if _forced is None else "asked for by name"
         chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
         lines.append(f"  -> {chosen}, {rule}")
-        if op == "sparse_attention" and chosen == "aot":
+        if op == "sparse_attention" and chosen != "torch":
             formulation = _limits.explain_plan(paged)
             lines += [] if formulation is None else [f"     formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:
