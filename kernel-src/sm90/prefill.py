@@ -393,9 +393,9 @@ class Prefill(PrefillEntry, TileLoader):
         while unit < units:
             number = ptx.divide_u32(unit, ctas)
             part = unit - number * ctas
-            chunk_counters = counters + Int64(number) * PROGRESS_BYTES
             if thread < 32:
-                progress.wait_for(chunk_counters + DONE, ctas * CONSUMER_WARPS)
+                done = counters + Int64(number) * PROGRESS_BYTES + DONE
+                progress.wait_for(done, ctas * CONSUMER_WARPS)
             hopper.named_barrier(BARRIER, THREADS)
             first_token, tokens, first_head = self.piece_of(first_chunk + number, chunk_bits, all_tokens, chunk_heads)
             rows = tokens * chunk_heads
@@ -427,7 +427,11 @@ class Prefill(PrefillEntry, TileLoader):
             )
             turn = turn ^ 1
             unit = self.next_combination(base, thread, counters, turn, units)
-            progress.add_if(chunk_counters + COMBINED, Int32(1), thread == 0)
+            if thread == 0:
+                # Not kept in a register through the combination.
+                ended = ptx.divide_u32(smem.load_i32(base + self.combining_at + (turn ^ 1) * 4), ctas)
+                combined = counters + Int64(ended) * PROGRESS_BYTES + COMBINED
+                progress.add_if(combined, Int32(1), True)
 
     @cute.jit
     def next_combination(self, base: Int32, thread: Int32, counters: Int64, turn: Int32, units: Int32):
