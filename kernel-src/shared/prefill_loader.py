@@ -70,6 +70,10 @@ class TileLoader:
         lane: Int32,
         first: Int32,
         stop: Int32,
+        stage: Int32,
+        q_parity: Int32,
+        run: Int32,
+        landed: Int32,
         q_map: Int64,
         k_map: Int64,
         v_map: Int64,
@@ -88,12 +92,12 @@ class TileLoader:
         page_bits: Int32,
         softmax_scale: Float32,
     ):
+        """The tiles first .. stop - 1; returns the rings' state, which begins with `empty_rings`."""
         number, packed, page_a, page_b, shift, columns = self.load_head(heads, first, Int32(1))
         head_next = self.load_head(heads, first + 1, Int32(first + 1 < stop))
         number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n = head_next
         entry = self.load_entry(entries, first, packed, lane, Int32(1))
-        stage, q_parity = Int32(0), Int32(1)
-        run, previous, landed = Int32(-1), Int32(-1), Int32(0)
+        previous = Int32(-1)
         for tile in cutlass.range(first, stop, 1, unroll=1):
             entry_n = self.load_entry(entries, tile + 1, packed_n, lane, Int32(tile + 1 < stop))
             head_2 = self.load_head(heads, tile + 2, Int32(tile + 2 < stop))
@@ -143,6 +147,15 @@ class TileLoader:
             if stage == self.q_stages:
                 stage, q_parity = Int32(0), q_parity ^ 1
             ptx.warp_barrier()
+        return stage, q_parity, run, landed
+
+    def empty_rings(self):
+        """(stage of Q, parity of its freed fills, number of the newest run, parity of `v_landed`)"""
+        return Int32(0), Int32(1), Int32(-1), Int32(0)
+
+    @cute.jit
+    def end_blocks(self, base: Int32, lane: Int32, run: Int32):
+        """Behind the last run: lets the widening warps end."""
         if cutlass.const_expr(self.fp8):
             run = run + 1
             smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)
