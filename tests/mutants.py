@@ -171,7 +171,7 @@ LAUNCHER = [
     cpp("combine: the LSEs' stride of states", "launch/combine.cpp", "lses.stride(0) * 4", "lses.stride(1) * 4",
         "test_combine.py", "packs_every_parameter"),
     cpp("tensor map: the small tensor's bit stays", "launch/tensor_map.cpp", "span < kSmall", "span > kSmall",
-        "test_dense.py", "packs_every_parameter", "blackwell_takes_stages_of_128_rows"),
+        "test_prefill.py", "small_tensors_lose_a_mark_on_blackwell"),
     cpp("launcher: an error of cuCtxPopCurrent ignored", "launch/launch.cpp",
         'check(driver().CtxPopCurrent(&context), "cuCtxPopCurrent");', "driver().CtxPopCurrent(&context);",
         "test_driver_errors.py", "every_failure_names_the_call"),
