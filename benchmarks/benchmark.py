@@ -10,6 +10,7 @@ Before a case is timed its step is compared with the same three calls on the tor
 import argparse
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -78,7 +79,14 @@ class DecodeStep(protocol.Benchmark):
 
     seed = 0
     batch, length = 16, 4096
-    key = {"op": "step", "dtype": "bf16", "heads": f"{HEADS}/{KV_HEADS}", "batch": batch, "q_len": 1, "kv_len": length}
+    key: ClassVar[dict] = {
+        "op": "step",
+        "dtype": "bf16",
+        "heads": f"{HEADS}/{KV_HEADS}",
+        "batch": batch,
+        "q_len": 1,
+        "kv_len": length,
+    }
     key.update(page=PAGE)
 
     def setup(self) -> None:

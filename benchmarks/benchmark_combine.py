@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -35,7 +36,7 @@ class MergeStates(protocol.Benchmark):
     """Eight partial results of 256 tokens and 64 heads."""
 
     seed = 0
-    key = {"op": "merge", "dtype": "fp32>fp32", "heads": "64x8", "batch": 256, "q_len": 1}
+    key: ClassVar[dict] = {"op": "merge", "dtype": "fp32>fp32", "heads": "64x8", "batch": 256, "q_len": 1}
 
     def setup(self) -> None:
         self.outs = torch.randn(8, 256, 64, 128, device=self.device)
@@ -77,7 +78,7 @@ def measure(m3_sparse, bandwidth, n, t, h, dtype, out_dtype):
         "torch.compile": lambda o, l: compiled(o, l, out_dtype),
     }
     want = formula(*(x.double() for x in inputs[0]), torch.float64)
-    key = {"dtype": f"{NAMES[dtype]}>{NAMES[out_dtype]}", "heads": f"{h}x{n}", "batch": t, "q_len": 1}
+    key: ClassVar[dict] = {"dtype": f"{NAMES[dtype]}>{NAMES[out_dtype]}", "heads": f"{h}x{n}", "batch": t, "q_len": 1}
     rows = []
     for impl, call in calls.items():
         error = float((call(*inputs[0])[0].double() - want[0]).norm() / want[0].norm())

@@ -20,6 +20,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -294,7 +295,14 @@ class SparseAttention(protocol.Benchmark):
 
     seed = 0
     batch, length, heads, kv_heads = 16, 4096, 64, 4
-    key = {"op": "decode", "heads": f"{heads}/{kv_heads}", "batch": batch, "q_len": 1, "kv_len": length, "page": BLOCK}
+    key: ClassVar[dict] = {
+        "op": "decode",
+        "heads": f"{heads}/{kv_heads}",
+        "batch": batch,
+        "q_len": 1,
+        "kv_len": length,
+        "page": BLOCK,
+    }
     key.update(selection="random")
 
     def make(self, dtype) -> None:

@@ -16,6 +16,7 @@ prefill, and decode with every token visible.
 import argparse
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -96,7 +97,14 @@ class DenseAttention(protocol.Benchmark):
 
     seed = 0
     batch, length, heads = 4, 1024, 4
-    key = {"op": "dense", "heads": f"{16 * heads}/{heads}", "batch": batch, "q_len": 1, "kv_len": length, "page": PAGE}
+    key: ClassVar[dict] = {
+        "op": "dense",
+        "heads": f"{16 * heads}/{heads}",
+        "batch": batch,
+        "q_len": 1,
+        "kv_len": length,
+        "page": PAGE,
+    }
     key.update(selection="causal")
 
     def setup(self) -> None:
@@ -148,7 +156,13 @@ def measure(m3_sparse, case, bandwidth, rate, chosen):
     sets, lengths, size = make_sets(heads, batch, q_len, kv_len)
     flops = 4 * 128 * heads[0] * batch * (q_len * kv_len - (q_len * (q_len - 1) // 2 if causal else 0))
     rounds = 10 if flops > 1e12 else protocol.REPLAYS
-    key = {"dtype": "bf16", "heads": f"{heads[0]}/{heads[1]}", "batch": batch, "q_len": q_len, "kv_len": kv_len}
+    key: ClassVar[dict] = {
+        "dtype": "bf16",
+        "heads": f"{heads[0]}/{heads[1]}",
+        "batch": batch,
+        "q_len": q_len,
+        "kv_len": kv_len,
+    }
     key.update(op="dense", selection="causal" if causal else "full", page=PAGE)
     rows = []
 

@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -186,7 +187,13 @@ def late(options):
 
 def rows_of(case, found, rate, **shape):
     """[impl, (cold ms, warm ms)] as rows of one case; the limit is that of the products."""
-    key = {"op": "prefill", "dtype": case.dtype, "heads": f"{HEADS}/{KV_HEADS}", "page": BLOCK, "selection": case.kind}
+    key: ClassVar[dict] = {
+        "op": "prefill",
+        "dtype": case.dtype,
+        "heads": f"{HEADS}/{KV_HEADS}",
+        "page": BLOCK,
+        "selection": case.kind,
+    }
     rows = []
     for impl, pair in found:
         row = protocol.row(1, *(t * 1000 for t in pair), case.bytes, case.flops, **key, **shape, impl=impl)
@@ -314,7 +321,14 @@ class SparsePrefill(protocol.Benchmark):
 
     seed = 0
     q_len, length = 256, 2048
-    key = {"op": "prefill", "heads": f"{HEADS}/{KV_HEADS}", "batch": 1, "q_len": q_len, "kv_len": length, "page": BLOCK}
+    key: ClassVar[dict] = {
+        "op": "prefill",
+        "heads": f"{HEADS}/{KV_HEADS}",
+        "batch": 1,
+        "q_len": q_len,
+        "kv_len": length,
+        "page": BLOCK,
+    }
     key.update(selection="random")
 
     def make(self, dtype) -> None:

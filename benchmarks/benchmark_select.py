@@ -19,6 +19,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -145,7 +146,14 @@ def measure_peer(m3_sparse, peer, sets, lengths, prefill=None, times=protocol.co
 def measure(m3_sparse, dtype, batch, kv_len, q_len, heads, bandwidth, chosen):
     """The rows of one case: select_blocks and block_scores, then the peers' score and top-k."""
     sets, lengths, size = make_sets([q_len] * batch, [kv_len] * batch, heads, dtype)
-    key = {"dtype": dtype, "heads": str(heads), "batch": batch, "q_len": q_len, "kv_len": kv_len, "page": PAGE}
+    key: ClassVar[dict] = {
+        "dtype": dtype,
+        "heads": str(heads),
+        "batch": batch,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "page": PAGE,
+    }
     row = lambda op, impl, times: protocol.row(
         bandwidth, *times, size, 256 * batch * q_len * heads * kv_len, op=op, impl=impl, **key
     )
@@ -235,7 +243,14 @@ class SelectBlocks(protocol.Benchmark):
 
     seed = 0
     batch, length, heads = 16, 8192, 4
-    key = {"op": "select", "heads": str(heads), "batch": batch, "q_len": 1, "kv_len": length, "page": PAGE}
+    key: ClassVar[dict] = {
+        "op": "select",
+        "heads": str(heads),
+        "batch": batch,
+        "q_len": 1,
+        "kv_len": length,
+        "page": PAGE,
+    }
 
     def work(self):
         return self.keys.numel() * self.keys.element_size(), 256 * self.batch * self.heads * self.length
@@ -267,7 +282,7 @@ class BlockScores(protocol.Benchmark):
 
     seed = 0
     batch, length, heads = SelectBlocks.batch, SelectBlocks.length, SelectBlocks.heads
-    key = {**SelectBlocks.key, "op": "score"}
+    key: ClassVar[dict] = {**SelectBlocks.key, "op": "score"}
     work, make = SelectBlocks.work, SelectBlocks.make
     setup_bf16, setup_fp8 = SelectBlocks.setup_bf16, SelectBlocks.setup_fp8
 

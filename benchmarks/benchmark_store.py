@@ -11,6 +11,7 @@ first.
 import argparse
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -60,7 +61,7 @@ class StoreKv(protocol.Benchmark):
 
     seed = 0
     tokens, pages, heads = 256, 32, 4
-    key = {"op": "store", "heads": str(heads), "batch": tokens, "q_len": 1, "page": PAGE}
+    key: ClassVar[dict] = {"op": "store", "heads": str(heads), "batch": tokens, "q_len": 1, "page": PAGE}
 
     def work(self):
         return self.tokens * ((2 * self.heads + 1) * 128 * (2 + self.caches[0].element_size()) + 8), 0

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -241,6 +242,7 @@ def run_case(m3_sparse, case, rank, ranks, device, bandwidth):
         owner = problem if impl == "1 GPU" else share
         size = 0 if prefill else owner.bytes(batch // ranks if impl.endswith("request") else None)
         key = {"op": "tensor_parallel", "impl": impl, "dtype": "bf16", "heads": "64/4", "batch": batch, "q_len": q_len}
+        key["backend"] = "aot"
         rows.append(
             protocol.row(bandwidth, times[2], times[2], size, 0, kv_len=kv_len, selection="indexer", page=BLOCK, **key)
         )
@@ -251,6 +253,17 @@ class HeadsOfTwoRanks(protocol.Benchmark):
     """A decode step of 4 requests at 4,096 tokens, the heads of two ranks one after the other, against all at once."""
 
     seed = 0
+    key: ClassVar[dict] = {
+        "op": "tensor_parallel",
+        "dtype": "bf16",
+        "heads": f"{HEADS}/{KV_HEADS}",
+        "batch": 4,
+        "q_len": 1,
+    }
+    key.update(kv_len=4096, selection="indexer", page=BLOCK)
+
+    def work(self):
+        return self.problem.bytes(), 4 * DIM * (2 * KV_HEADS * 4096 + 4 * HEADS * TOPK * BLOCK)
 
     def setup(self) -> None:
         self.problem = Problem(4096, 4, 1, self.device, 1)

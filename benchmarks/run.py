@@ -34,16 +34,16 @@ from typing import NamedTuple
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 try:
     from tqdm import tqdm
 except ImportError:  # a bare GPU machine: a line a part
     tqdm = None
 
+HERE = Path(__file__).resolve().parent
 THRESHOLD, LEAST_US = 15, 1.0
 SMOKE_SECONDS = 0.3  # of repetitions of a workload
 
@@ -78,6 +78,8 @@ def gpu_parts(options, log):
     ]
     if has_transformers():
         scripts.append(("layer", "benchmark_layer.py", []))
+    if torch.cuda.device_count() > 1:
+        scripts.append(("tensor_parallel", "benchmark_tensor_parallel.py", []))
     if options.decode_cases:
         scripts.append(("decode cases", "benchmark_decode.py", ["--skip-table", "--cases", options.decode_cases]))
     if options.prefill_cases:
@@ -86,7 +88,10 @@ def gpu_parts(options, log):
         scripts.append(("prefill cases", "benchmark_prefill.py", cases))
 
     def part(name, script, extra):
-        command = [sys.executable, str(HERE / script), "--variant", options.variant, *extra]
+        launcher = []
+        if script == "benchmark_tensor_parallel.py":
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, *launcher, str(HERE / script), "--variant", options.variant, *extra]
 
         def run(results):
             with log.open("a") as out:
@@ -218,7 +223,7 @@ def sweep(parts, results, identity):
         bar.set_description(part.name) if bar is not None else print(part.name, flush=True)
         try:
             part.run(running)
-        except Exception as error:  # noqa: BLE001  the other parts run on
+        except Exception as error:  # noqa: BLE001 - said at the end, with the status
             failed[part.name] = f"{type(error).__name__}: {error}"
         else:
             state["done"].append(part.name)
@@ -270,7 +275,7 @@ def show(rows):
 def regressions(rows, stored, threshold):
     """(row, the stored one) of ours that became slower, and how many rows had one to compare with."""
     before = {key_of(row): row for row in stored}
-    pairs = [(row, before[key_of(row)]) for row in rows if row["impl"].startswith("ours") and key_of(row) in before]
+    pairs = [(row, before[key_of(row)]) for row in rows if row["backend"] and key_of(row) in before]
 
     def slower(row, old):
         difference = row["ms_cold"] - old["ms_cold"]

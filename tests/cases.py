@@ -76,7 +76,11 @@ def values(shape, kind, dtype, gen):
 
 
 def filled(shape, dtype, poison):
-    """A tensor of the given poison: "nan", "zero" or "inf" (the largest value where the format has no infinity)."""
+    """A tensor of the given poison: "nan", "zero", "inf" (the largest value where the format has no infinity) or "ones"
+    (all bits one: another NaN).
+    """
+    if poison == "ones":
+        return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
     if dtype in FP8:
         byte = {"nan": 127, "zero": 0, "inf": 124 if dtype == torch.float8_e5m2 else 126}[poison]
         return torch.full(shape, byte, dtype=torch.uint8).view(dtype)

@@ -2,6 +2,7 @@
 
 import importlib.abc
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -50,6 +51,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--faults", action="store_true", help="break the large programs too (tests/test_emulated_faults.py)"
     )
+    parser.addoption(
+        "--problems", type=int, default=0, metavar="N", help="memory safety: this many problems of each kind"
+    )
+    parser.addoption("--figures", metavar="FILE", help="memory safety: what ran, added to this JSON file")
     parser.addoption(
         "--device",
         default="sm_90",
@@ -107,6 +112,20 @@ def emulation(tmp_path_factory, variant_folder, pytestconfig):
     made = Emulation(tmp_path_factory.mktemp("driver"), kernels, pytestconfig.getoption("--device"))
     made.install(m3_sparse)
     return made
+
+
+@pytest.fixture
+def figures(pytestconfig):
+    """`figures(name, facts)` keeps facts for the tables of docs/ where --figures asks for them."""
+
+    def keep(name, **facts):
+        path = pytestconfig.getoption("--figures")
+        if path:
+            file = Path(path)
+            known = json.loads(file.read_text()) if file.exists() else {}
+            file.write_text(json.dumps({**known, name: facts}, indent=1, sort_keys=True) + "\n")
+
+    return keep
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "run.py"
-OPS = {"decode", "dense", "layer", "merge", "prefill", "score", "select", "step", "store"}
+OPS = {"decode", "dense", "layer", "merge", "prefill", "score", "select", "step", "store", "tensor_parallel"}
 
 
 def command(*options):

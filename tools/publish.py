@@ -2,7 +2,7 @@
 
     python tools/publish.py [--repo ORG/NAME] [--build build]
 
-Puts the variants and the benchmarks on the version's branch and the rendered card, as README.md, on main. Works against
+Puts the variants and the benchmarks on the version's branch and the rendered card, as README.md, with its plots on main. Works against
 the Hub, and against tools/hub_standin.py when HF_ENDPOINT points there. Publishing kernels on the Hub needs a token
 with write access and the Hub's approval.
 """
@@ -93,8 +93,10 @@ def publish(project: Project, folder: Path, repo_id: str | None = None, api: HfA
     commit = api.create_commit(
         repo_id, operations, repo_type="kernel", revision=project.branch, commit_message="Update the builds"
     )
-    card = CommitOperationAdd("README.md", render_card(project).encode())
-    api.create_commit(repo_id, [card], repo_type="kernel", revision="main", commit_message="Update the card")
+    card = [CommitOperationAdd("README.md", render_card(project).encode())]
+    for plot in sorted((project.root / "docs" / "figures").glob("*.svg")):
+        card.append(CommitOperationAdd(plot.relative_to(project.root).as_posix(), str(plot)))
+    api.create_commit(repo_id, card, repo_type="kernel", revision="main", commit_message="Update the card")
     return commit.oid
 
 

@@ -316,7 +316,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         bf16_query: Int32,
         state: cute.Tensor,
     ):
-        factor = softmax.inverse_or_zero(state[1]) * v_scale
+        factor = softmax.output_factor(state[1], v_scale)
         for piece in cutlass.range_constexpr(BLOCK // PIECE):
             words = cute.make_rmem_tensor(cute.make_layout(PIECE // 2), Int32)
             for i in cutlass.range_constexpr(PIECE // 2):

@@ -189,7 +189,7 @@ def store_rows(
     scale = per_head(v_scale, acc.shape[1], acc.dtype)
     result = acc / torch.where(norm == 0, 1, norm).unsqueeze(-1)
     if scale is not None:
-        result = result * scale.view(-1, 1, 1)
+        result = torch.where(norm.unsqueeze(-1) == 0, 0, result * scale.view(-1, 1, 1))
     out.copy_(result.flatten(1, 2))
     if lse is not None:
         lse.copy_((peak + norm.log()).flatten(1, 2))
