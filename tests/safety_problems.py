@@ -10,11 +10,12 @@ import random
 import typing
 
 import cases
-import m3_sparse
 import oracle
 import torch
 from contiguous import contiguous
 from edge_memory import Placed
+
+import m3_sparse
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -37,9 +38,7 @@ class Problem:
     call: typing.Callable  # with the arguments by name; returns a tensor, a tuple of them or None
     arguments: dict  # tensors of the CPU and whatever else `call` takes
     written: tuple  # names of the arguments that it writes
-    check: typing.Optional[
-        typing.Callable
-    ]  # (written arguments and results by name) raises; None: anything may come out
+    check: typing.Callable | None  # (written arguments and results by name) raises; None: anything may come out
     options: dict = dataclasses.field(default_factory=dict)
 
     def run(self, backend, edges):

@@ -6,12 +6,13 @@ written shows. Here for torch on the CPU; test_emulated_unread.py and gpu/test_u
 """
 
 import cases
-import m3_sparse
 import oracle
 import pytest
 import torch
 from contiguous import contiguous
 from field_helpers import BF16, INF, Backend, is_empty, same, same_everywhere
+
+import m3_sparse
 
 NAN = float("nan")
 FP16, E4M3, E5M2 = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2

@@ -138,14 +138,14 @@ class CudaEdges:
     def _allocate(self, size, device, stream):
         try:
             return self.memory.allocate(size)
-        except BaseException as error:  # a callback from C can't raise
+        except BaseException as error:  # a callback from C can't raise  # noqa: BLE001
             self.error = self.error or error
             return None
 
     def _free(self, at, size, device, stream):
         try:
             self.memory.free(at)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             self.error = self.error or error
 
     def bytes(self, count):
@@ -197,7 +197,7 @@ def control(flush):
     first = x.data_ptr() - (16 if flush == "start" else 0)
     try:
         say(state="read", value=int(at(first, 80).sum()))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         say(state="fault" if "illegal memory access" in str(error) else "other", text=str(error))
 
 
@@ -227,7 +227,7 @@ def main(count, first, seconds):
             before = edges.memory.allocated
             try:
                 problem.run(backend, edges)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 text = f"{type(error).__name__}: {error}"
                 fault = "CUDA error" in text or edges.error is not None
                 say(state="fault" if fault else "failed", text=text[:2000], **facts)

@@ -7,11 +7,12 @@ What a replay writes must be what a call writes that is made with the same input
 import copy
 
 import cases
-import m3_sparse
 import oracle
 import pytest
 import torch
 from field_helpers import BF16, draw_again, moved
+
+import m3_sparse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "aot"
