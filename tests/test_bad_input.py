@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import m3_sparse
+from m3_sparse import _arguments
 
 VALUE, TYPE = (ValueError,), (TypeError,)
 UNSUPPORTED = (ValueError, NotImplementedError)  # outside what the contract covers: either is a clear refusal
@@ -432,3 +433,16 @@ def test_backend_choice_is_restored_after_an_error_and_nests():
         with pytest.raises((NotImplementedError, ValueError)):
             call("merge_states", merge_arguments())
     call("merge_states", merge_arguments())
+
+
+def test_every_row_begins_at_16_bytes():
+    """Eight are not enough for vector loads and tensor maps, in the base and in every stride."""
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    whole = memory.as_strided((3, 2, 128), (264, 136, 1))
+    _arguments.aligned("q", whole)
+    for stride in (140, 260):  # 4 elements, 8 bytes, off a multiple
+        for strides in ((stride, 128, 1), (512, stride, 1)):
+            with pytest.raises(ValueError, match="q must have strides that are multiples of 16 bytes"):
+                _arguments.aligned("q", memory.as_strided((3, 2, 128), strides))
+    with pytest.raises(ValueError, match="q must start at a multiple of 16 bytes, got a view at byte 8"):
+        _arguments.aligned("q", memory[4:].as_strided((3, 2, 128), (256, 128, 1), 4))

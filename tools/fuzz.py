@@ -1,9 +1,9 @@
 """Fuzz the launcher: tests/fuzz/launcher.cpp with libFuzzer, AddressSanitizer and UndefinedBehaviorSanitizer, by clang.
 
-    python tools/fuzz.py [--seconds 120] [--corpus FOLDER]
+    python tools/fuzz.py [--seconds 120] [--keep]
 
-What it finds is left in build/fuzz. The corpus that tests/test_fuzz.py replays is tests/fuzz/corpus; new inputs go to
-build/fuzz/corpus, and `--merge` adds those that reach more to the former.
+What it finds is left in build/fuzz, as are the inputs that reach new code. tests/fuzz/corpus.txt has those of earlier runs,
+an input a line in hexadecimal, which tests/test_fuzz.py replays; `--keep` writes the smallest set that reaches as much.
 """
 
 import argparse
@@ -20,8 +20,18 @@ import cuda_extension
 import lint
 from project import ROOT
 
-TARGET, CORPUS = ROOT / "tests" / "fuzz" / "launcher.cpp", ROOT / "tests" / "fuzz" / "corpus"
+TARGET, CORPUS = ROOT / "tests" / "fuzz" / "launcher.cpp", ROOT / "tests" / "fuzz" / "corpus.txt"
 CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+def write_corpus(folder: Path) -> list[Path]:
+    """The inputs of the repository as files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for line in CORPUS.read_text().split():
+        paths.append(folder / line[:80])
+        paths[-1].write_bytes(bytes.fromhex(line))
+    return paths
 
 
 def driver(work: Path) -> Path:
@@ -76,20 +86,28 @@ def replayer(objects: Path, work: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=120)
-    parser.add_argument("--merge", action="store_true", help="add what reaches more to tests/fuzz/corpus")
+    parser.add_argument("--keep", action="store_true", help="write tests/fuzz/corpus.txt afterwards")
     options = parser.parse_args()
     work = ROOT / "build" / "fuzz"
     fuzzer, found = build(work), work / "corpus"
-    found.mkdir(exist_ok=True)
-    CORPUS.mkdir(exist_ok=True)
+    write_corpus(found)
     sanitizers = {
-        "ASAN_OPTIONS": "alloc_dealloc_mismatch=0:detect_leaks=0:allocator_may_return_null=1:detect_container_overflow=0",
+        # Workspaces of any size are allocated and never touched; the allocator must not fill them.
+        "ASAN_OPTIONS": "alloc_dealloc_mismatch=0:detect_leaks=0:allocator_may_return_null=1:detect_container_overflow=0"
+        ":max_malloc_fill_size=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     limits = ["-max_len=96", "-timeout=20", "-rss_limit_mb=4096", "-malloc_limit_mb=65536", f"-artifact_prefix={work}/"]
-    what = ["-merge=1", str(CORPUS), str(found)] if options.merge else [str(found), str(CORPUS)]
-    stop = [] if options.merge else [f"-max_total_time={options.seconds}", "-print_final_stats=1"]
-    return subprocess.run([str(fuzzer), *limits, *stop, *what], env={**os.environ, **sanitizers}).returncode
+    environment = {**os.environ, **sanitizers}
+    stop = [f"-max_total_time={options.seconds}", "-print_final_stats=1"]
+    status = subprocess.run([fuzzer, *limits, *stop, found], env=environment).returncode
+    if options.keep and status == 0:
+        least = work / "least"
+        shutil.rmtree(least, ignore_errors=True)
+        least.mkdir()
+        subprocess.run([fuzzer, *limits, "-merge=1", least, found], env=environment, check=True)
+        CORPUS.write_text("".join(sorted(path.read_bytes().hex() + "\n" for path in least.iterdir())))
+    return status
 
 
 if __name__ == "__main__":
