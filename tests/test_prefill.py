@@ -219,7 +219,7 @@ def chunks_follow_from_the_shape(driver):
         (9000, (64, 4), 1024, (12, 1)), (9000, (8, 1), 513, (12, 1)), (100, (12, 6), 6, (10, 6)),
     ):  # fmt: skip
         params = launches(driver, *problem(tokens=tokens, heads=heads, table=table))[1].params
-        assert tuple(params[11:13]) == want, (tokens, heads, params[11:13])
+        assert tuple(params[12:14]) == want, (tokens, heads, params[12:14])
 
 
 @check

@@ -354,10 +354,6 @@ def elect(p, m, args):
     p.emit("elect", [row, p.destination(pred.strip(), "pred"), p.source(args[1], 32)])
 
 
-def no_operation(p, m, args):
-    p.emit("nothing")
-
-
 ENCODERS = {
     "add": add_or_sub, "sub": add_or_sub, "mul": mul, "mad": mad, "fma": fma, "div": division, "rem": division,
     "min": extremum, "max": extremum, "neg": sign, "abs": sign, "copysign": copysign,
