@@ -6,6 +6,7 @@ oracle at the same tolerances.
 """
 
 import functools
+import math
 import typing
 
 import cases
@@ -116,6 +117,64 @@ HALVES = [([0, 12], list(range(1, 9))), (list(range(2, 10)), [0, 1, 11]), ([0, 2
 def halves(first, second, q, kv):
     case = spread(cases.make([19], [1560], heads=(16, 1), dtype=q, kv_dtype=kv), first, second)
     return Problem(case, case.ids)
+
+
+def blemished(page, heads, q, kv):
+    """A problem and the places (cache position, column) of its V and K that may become NaN or infinite: within the block
+    of the queries, where only the later ones see it, and in blocks that some of a tile's tokens have chosen. The last
+    tiles of both requests have some, and so has one with tiles behind it."""
+    case = cases.make([26, 7], [530, 250], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=4, style="clean", seed=7)
+    pick = torch.Generator().manual_seed(page)
+    for row in range(33):
+        blocks = [0, 1, 2, 3, 4] if row < 26 else [0, 1]
+        keep = torch.rand(case.ids.shape[1], len(blocks), generator=pick) < 0.6
+        for head in range(case.ids.shape[1]):
+            chosen = [b for b, k in zip(blocks, keep[head]) if k][:4]
+            case.ids[row, head] = torch.tensor(chosen + [-1] * (4 - len(chosen)), dtype=torch.int32)
+    return Problem(case, case.ids), {0: [(140, 3), (507, 64), (515, 127), (527, 8)], 1: [(247, 77)]}
+
+
+def spoil(case, cache, places, kinds):
+    """NaN and infinities at the places, of every head; returns the cache as it was."""
+    before = cache.clone()
+    number = 0
+    for b, at in places.items():
+        for position, column in at:
+            page, head = int(case.block_table[b, position // case.page]), number % cache.shape[1]
+            cache[page, head, position % case.page, column] = torch.tensor(kinds[number % len(kinds)]).to(cache.dtype)
+            number += 1
+    return before
+
+
+def kinds(kv):
+    """What isn't finite in a dtype."""
+    return [math.nan] if kv == E4M3 else [math.nan, math.inf, -math.inf]
+
+
+def check_isolation(problem, places, *runs):
+    """Each of `runs`: problem -> (out, lse). A NaN or infinity in V or K is in the results of the rows that see it, in V in
+    its columns alone, and nothing else changes by a bit."""
+    case, usual = problem.case, expected(problem)
+    clean = [run(problem) for run in runs]
+    for cache in (case.v_cache, case.k_cache):
+        before = spoil(case, cache, places, kinds(cache.dtype))
+        results, (want, want_lse) = [run(problem) for run in runs], expected(problem)
+        cache.view(torch.uint8).copy_(before.view(torch.uint8))
+        finite = want.isfinite()
+        assert finite.any() and not finite.all()
+        for (out, lse), (clean_out, clean_lse) in zip(results, clean):
+            if cache is case.v_cache:
+                oracle.check_bitwise(lse, clean_lse, "lse, of which V is no part")
+                shown = torch.where(finite, 0.0, want)
+                oracle.check_close(torch.where(finite, 0.0, out.double()), shown, 0, 0, "what isn't finite")
+                oracle.check_bitwise(torch.where(finite, out, 0), torch.where(finite, clean_out, 0), "what is finite")
+                continue
+            seen = want.isnan().any(-1)
+            assert out[seen].isnan().all() and not lse[seen].isfinite().any()
+            moved = ~seen & ((want != usual[0]).any(-1) | (want_lse != usual[1]))  # a logit of -inf: weight 0
+            oracle.check_attention(out[moved], lse[moved], want[moved], want_lse[moved])
+            for got, old, what in ((out, clean_out, "out"), (lse, clean_lse, "lse")):
+                oracle.check_bitwise(got[~(seen | moved)], old[~(seen | moved)], what)
 
 
 bind = functools.partial

@@ -313,6 +313,18 @@ def test_rows_of_no_ids(emulation, formulation):
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
+@each_dtype
+@pytest.mark.parametrize("page, group", [(64, 16), (128, 16), (64, 8), (128, 8)])
+def test_what_is_not_finite_reaches_rows_that_see_it(emulation, page, group, dtypes):
+    """All tiles in one CTA, and few; for union tiles with a cache widened first, too."""
+    problem, places = problems.blemished(page, (2 * group, 2), *dtypes)
+    runs = [lambda p: attend(p.case, "kv_stationary")]
+    runs += [lambda p: attend(p.case, "union")] if group == 16 else []
+    runs += [lambda p: by_sequence(p.case, True, WIDENED)] if group == 16 and dtypes[1].itemsize == 1 else []
+    with emulation.device("sm_90", 1 if page == 64 else 3), emulation.policy(watched(dtypes)):
+        problems.check_isolation(problem, places, *runs)
+
+
 def test_wrong_numbers_stay_inside(emulation):
     """Lengths, pages and ids are data: whatever they hold, only the tensors given are touched. For union tiles, the
     offsets too."""

@@ -129,6 +129,16 @@ def test_the_default_takes_it(emulation):
 
 
 @each_device
+@each_dtype
+def test_what_is_not_finite_reaches_rows_that_see_it(emulation, device, dtypes):
+    for page, heads in ((64, (32, 2)), (128, (16, 2))):
+        problem, places = problems.blemished(page, heads, *dtypes)
+        policy = "random1+race" if dtypes in RACED else "late"
+        with emulation.device(device, 1 if page == 64 else 3), emulation.policy(policy):
+            problems.check_isolation(problem, places, lambda p: attend(p.case, "kv_stationary"))
+
+
+@each_device
 def test_wrong_numbers_stay_inside(emulation, device):
     wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
     for seed in range(4):

@@ -135,6 +135,16 @@ def test_one_request_chooses(emulation, device, dtypes):
 
 
 @each_device
+@pytest.mark.parametrize("page", [64, 128])
+def test_what_is_not_finite_reaches_rows_that_see_it(emulation, device, page):
+    for dtypes in DTYPES:
+        problem, places = problems.blemished(page, (32, 2), *dtypes)
+        policy = "random1+race" if dtypes in RACED else "late"
+        with emulation.device(device, 1 if page == 64 else 3), emulation.policy(policy):
+            problems.check_isolation(problem, places, lambda p: attend(p.case, "union"))
+
+
+@each_device
 def test_wrong_numbers_stay_inside(emulation, device):
     wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
     for seed in range(4):

@@ -7,6 +7,11 @@ warps 1-3 widen them into the ring.
 
 A stage is full (mbarrier `full`) once its bytes are there or, widened, once the three widening warps have arrived; the
 consumers' warps free it (`empty`). Rows of V that no token sees are made zeros: 0 * NaN is NaN.
+
+Rows that only some tokens see are those of the block that the tokens themselves lie in. Warp 0 looks through them at the end
+of a run that has such tokens. If it finds a NaN or infinity, each of these tokens follows once more in a tile of its own,
+with zeros behind what it sees, and its partial result is written over; to be the same thread's, after the first, it has the
+same place in the tile, and the tile's number the same remainder by `turns`. The end is told by tiles, too (END).
 """
 
 import cutlass
@@ -21,7 +26,7 @@ HALF = TILE_BYTES // 2  # of 64 columns
 RAW_BYTES = 16384
 KV_STAGES = 3
 HEAD_BYTES, META_BYTES = 32, 128
-NEW, LAST = 1, 2  # flags of a tile: first, last of its block in this CTA
+NEW, LAST, END = 1, 2, 4  # flags of a tile: first, last of its block in this CTA; none, behind the last one
 WIDENERS = 96
 
 
@@ -33,6 +38,7 @@ def step_of(number):
 
 class TileLoader:
     wideners = WIDENERS  # threads
+    turns = 1  # groups of consumers that take tiles in turn
 
     def __init__(self, q_dtype, kv_dtype, rows, ring_bytes, weights_bytes):
         """`ring_bytes`, `weights_bytes`: shared memory of the combining warps."""
@@ -98,55 +104,45 @@ class TileLoader:
         number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n = head_next
         entry = self.load_entry(entries, first, packed, lane, Int32(1))
         previous = Int32(-1)
+        limits = (chunk_tokens, width)
+        tile_of = (k_scale, k_scale_head, first_head, group, first_token, softmax_scale, q_map, q_policy)
+        block_of = (k_map, v_map, page_bits, kv_policy)
+        published, run_first, run_published, run_least = Int32(0), first, Int32(0), Int32(127)
         for tile in cutlass.range(first, stop, 1, unroll=1):
             entry_n = self.load_entry(entries, tile + 1, packed_n, lane, Int32(tile + 1 < stop))
             head_2 = self.load_head(heads, tile + 2, Int32(tile + 2 < stop))
             number_2, packed_2, page_a_2, page_b_2, shift_2, columns_2 = head_2
 
             head = ptx.clamp(packed & 0xFFFF, first_head, first_head + chunk_heads - 1)
-            # What a list says may be wrong; what it leads to lies within the chunk.
-            local, slot = entry >> 5, entry & 31
-            good = Int32((entry >= 0) & (local < chunk_tokens) & (slot < width))
-            entry = ptx.select(good != 0, entry, Int32(-1))
+            entry = self.sound(entry, *limits)
             # The consumers wait for a block at the first tile whatever its number is; a list with a gap may say -1.
             is_new = (tile == first) | (number != previous)
             is_last = (tile + 1 == stop) | (number_n != number)
-            seen = columns & 0xFF
             if is_new:
                 run = run + 1
-                self.load_keys(base, lane, k_map, head, page_a, page_b, page_bits, kv_policy, run)
-
-            # Q and what the consumers must know
-            q_full = self.bar(base, "q_full", stage)
-            smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
-            meta = base + self.meta_at + stage * META_BYTES
-            if lane < self.tokens:
-                smem.store_i32(meta + lane * 4, entry)
-            if lane == 16:
-                scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
-                flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
-                scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
-                smem.store_i32x4(meta + 64, [flags | ((head - first_head) << 8), shift, columns, scale])
-            ptx.warp_barrier()
-            present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))
-            if lane == 0:
-                smem.mbarrier_expect(q_full, present * (self.rows * 256))
-            ptx.warp_barrier()
-            self.ask_for_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
-
-            if is_new:
-                landed = self.load_values(
-                    base, lane, v_map, head, page_a, page_b, page_bits, kv_policy, run, seen, landed
-                )
+                run_first, run_published = tile, published
+                run_least = ptx.warp_min(self.limit_of(entry, shift, columns))
+            flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
+            tail = (flags, page_a, page_b, shift, columns, run, stage, q_parity, landed, run_least)
+            landed = self.publish(False, base, lane, entry, head, *tile_of, *block_of, *tail)
+            stage, q_parity = self.stage_after(stage, q_parity)
+            published = published + 1
+            if is_last & (run_least < (columns & 0xFF)):
+                if self.find_nonfinite(base, lane, run, run_least, columns & 0xFF) != 0:
+                    again = (run_first, tile + 1, run_published, published)
+                    state = (run, stage, q_parity, landed)
+                    run, stage, q_parity, landed, published = self.publish_again(
+                        base, lane, heads, entries, *limits, *tile_of, *block_of, head, page_a, page_b, *again, *state
+                    )
             previous = number
             number, packed, page_a, page_b, shift, columns = number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n
             number_n, packed_n, page_a_n, page_b_n = number_2, packed_2, page_a_2, page_b_2
             shift_n, columns_n = shift_2, columns_2
             entry = entry_n
-            stage = stage + 1
-            if stage == self.q_stages:
-                stage, q_parity = Int32(0), q_parity ^ 1
             ptx.warp_barrier()
+        for _ in cutlass.range(self.turns, unroll=1):
+            self.publish_end(base, lane, stage, q_parity)
+            stage, q_parity = self.stage_after(stage, q_parity)
         return stage, q_parity, run, landed
 
     def empty_rings(self):
@@ -162,6 +158,177 @@ class TileLoader:
             if lane == 0:
                 smem.store_i32(base + self.raw_meta, Int32(-1))
                 hopper.mbarrier_arrive(self.bar(base, "raw_full", 0))
+
+    def stage_after(self, stage, parity):
+        over = stage + 1 == self.q_stages
+        return ptx.select(over, Int32(0), stage + 1), ptx.select(over, parity ^ 1, parity)
+
+    def sound(self, entry, chunk_tokens, width):
+        """What a list says may be wrong; what it leads to lies within the chunk."""
+        good = (entry >= 0) & ((entry >> 5) < chunk_tokens) & ((entry & 31) < width)
+        return ptx.select(good, entry, Int32(-1))
+
+    def limit_of(self, entry, shift, columns):
+        """The last column that the lane's token sees; 127 without one."""
+        return ptx.select(entry < 0, Int32(127), ptx.minimum_i32(columns & 0xFF, (entry >> 5) + shift))
+
+    @cute.jit
+    def publish_end(self, base: Int32, lane: Int32, stage: Int32, q_parity: Int32):
+        """A tile without tokens, behind the last one."""
+        smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
+        meta = base + self.meta_at + stage * META_BYTES
+        if lane < self.tokens:
+            smem.store_i32(meta + lane * 4, Int32(-1))
+        if lane == 16:
+            smem.store_i32x4(meta + 64, [Int32(END)] + [Int32(0)] * 3)
+        ptx.warp_barrier()
+        hopper.mbarrier_arrive_if(self.bar(base, "q_full", stage), Int32(lane == 0))
+        self.ask_for_nothing(base, lane, stage)
+
+    def ask_for_nothing(self, base, lane, stage):
+        pass
+
+    @cute.jit
+    def publish(
+        self,
+        cut: cutlass.Constexpr,  # some rows of V are certain to be cut off
+        base: Int32,
+        lane: Int32,
+        entry: Int32,  # of the lane's token
+        head: Int32,
+        k_scale: Int64,
+        k_scale_head: Int64,
+        first_head: Int32,
+        group: Int32,
+        first_token: Int32,
+        softmax_scale: Float32,
+        q_map: Int64,
+        q_policy: Int64,
+        k_map: Int64,
+        v_map: Int64,
+        page_bits: Int32,
+        kv_policy: Int64,
+        flags: Int32,
+        page_a: Int32,
+        page_b: Int32,
+        shift: Int32,
+        columns: Int32,
+        run: Int32,
+        stage: Int32,
+        q_parity: Int32,
+        landed: Int32,
+        least: Int32,  # rows of V up to here are seen by all tokens of the run; 127: not of interest
+    ):
+        """A tile: K and V of its block if it is the first of its run, Q, and what the consumers must know. Returns the
+        parity of `v_landed`."""
+        pages = (page_a, page_b, page_bits, kv_policy)
+        if (flags & NEW) != 0:
+            self.load_keys(base, lane, k_map, head, *pages, run)
+        q_full = self.bar(base, "q_full", stage)
+        smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
+        meta = base + self.meta_at + stage * META_BYTES
+        if lane < self.tokens:
+            smem.store_i32(meta + lane * 4, entry)
+        if lane == 16:
+            scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
+            scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
+            smem.store_i32x4(meta + 64, [flags | ((head - first_head) << 8), shift, columns, scale])
+        ptx.warp_barrier()
+        present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))
+        if lane == 0:
+            smem.mbarrier_expect(q_full, present * (self.rows * 256))
+        ptx.warp_barrier()
+        self.ask_for_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
+        if (flags & NEW) != 0:
+            landed = self.load_values(cut, base, lane, v_map, head, *pages, run, columns & 0xFF, landed, least)
+        return landed
+
+    @cute.jit
+    def find_nonfinite(self, base: Int32, lane: Int32, run: Int32, least: Int32, seen: Int32):
+        """Whether V of the run has a NaN or infinity in rows least + 1 to seen; the same in all lanes."""
+        found = Int32(0)
+        if cutlass.const_expr(self.fp8):
+            # The widening warps have looked; a next block would find the buffer free.
+            smem.mbarrier_wait(self.bar(base, "raw_empty", 1), run & 1)
+            for warp in cutlass.range_constexpr(self.wideners // 32):
+                found = found | smem.load_i32(base + self.raw_meta + 8 + 4 * warp)
+        else:
+            stage, parity = step_of(2 * run + 1)
+            smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
+            values = base + self.kv_at + stage * TILE_BYTES
+            least, seen = ptx.maximum_i32(least, Int32(-1)), ptx.minimum_i32(seen, Int32(127))
+            for at in cutlass.range((least + 1) * 8 + lane, (seen + 1) * 8, 32, unroll=1):
+                for half in cutlass.range_constexpr(2):
+                    for word in smem.load_i32x4(values + half * HALF + at * 16):
+                        found = found | self.nonfinite_halves(word)
+            ptx.warp_barrier()
+        return ptx.ballot(found)
+
+    def nonfinite_halves(self, word):
+        """Not 0 if one of two 16-bit numbers has all bits of its exponent."""
+        ones = 0x7F80 if self.dtype == "bf16" else 0x7C00
+        return ((word & (ones * 0x10001)) + (0x8000 - ones) * 0x10001) & Int32(-0x7FFF8000)
+
+    def nonfinite_bytes(self, word):
+        """Not 0 if one of four float8 numbers is NaN, or infinite."""
+        ones = 0x7F if self.kv_dtype == "e4m3" else 0x7C
+        return ((word & (ones * 0x1010101)) + (0x80 - ones) * 0x1010101) & Int32(-0x7F7F7F80)
+
+    @cute.jit
+    def publish_again(
+        self,
+        base: Int32,
+        lane: Int32,
+        heads: Int64,
+        entries: Int64,
+        chunk_tokens: Int32,
+        width: Int32,
+        k_scale: Int64,
+        k_scale_head: Int64,
+        first_head: Int32,
+        group: Int32,
+        first_token: Int32,
+        softmax_scale: Float32,
+        q_map: Int64,
+        q_policy: Int64,
+        k_map: Int64,
+        v_map: Int64,
+        page_bits: Int32,
+        kv_policy: Int64,
+        head: Int32,
+        page_a: Int32,
+        page_b: Int32,
+        first: Int32,  # tiles of the run
+        stop: Int32,
+        number: Int32,  # of the first, among those published
+        published: Int32,
+        run: Int32,
+        stage: Int32,
+        q_parity: Int32,
+        landed: Int32,
+    ):
+        """A run's tokens that don't see all rows of V, each in a run of its own. Returns what has moved on."""
+        tile_of = (k_scale, k_scale_head, first_head, group, first_token, softmax_scale, q_map, q_policy)
+        block_of = (k_map, v_map, page_bits, kv_policy)
+        for tile in cutlass.range(first, stop, 1, unroll=1):
+            _, packed, _, _, shift, columns = self.load_head(heads, tile, Int32(1))
+            entry = self.sound(self.load_entry(entries, tile, packed, lane, Int32(1)), chunk_tokens, width)
+            limit = self.limit_of(entry, shift, columns)
+            left = ptx.ballot(Int32(limit < (columns & 0xFF)))
+            while left != 0:
+                token = ptx.count_bits((left & -left) - 1)
+                # A tile without tokens where it is the others' turn.
+                turn = ((published ^ number) & (self.turns - 1)) == 0
+                only = ptx.select(turn & (lane == token), entry, Int32(-1))
+                seen = (columns & ~0xFF) | (ptx.shuffle(limit, token) & 0xFF)
+                run = run + 1
+                tail = (Int32(NEW | LAST), page_a, page_b, shift, seen, run, stage, q_parity, landed, Int32(127))
+                landed = self.publish(True, base, lane, only, head, *tile_of, *block_of, *tail)
+                stage, q_parity = self.stage_after(stage, q_parity)
+                published = published + 1
+                left = ptx.select(turn, left & (left - 1), left)
+            number = number + 1
+        return run, stage, q_parity, landed, published
 
     def ask_for_queries(self, *where):
         self.gather_queries(*where)
@@ -237,6 +404,7 @@ class TileLoader:
     @cute.jit
     def load_values(
         self,
+        cut: cutlass.Constexpr,
         base: Int32,
         lane: Int32,
         v_map: Int64,
@@ -248,19 +416,21 @@ class TileLoader:
         run: Int32,
         seen: Int32,
         landed: Int32,
+        least: Int32,
     ):
         """Rows of V past column `seen`, which no token sees, become zeros. Returns the parity of `v_landed`."""
         if cutlass.const_expr(self.fp8):
             smem.mbarrier_wait(self.bar(base, "raw_empty", 1), (run & 1) ^ 1)
             if lane == 0:
-                smem.store_i32(base + self.raw_meta + 4, seen)
+                smem.store_i32(base + self.raw_meta + 4, seen | (ptx.maximum_i32(least, Int32(-1)) << 8))
                 full = self.bar(base, "raw_full", 1)
                 self.load_block(base + self.raw_at + RAW_BYTES, v_map, head, page_a, page_b, page_bits, policy, full)
         else:
             stage, parity = step_of(2 * run + 1)
             target, full = base + self.kv_at + stage * TILE_BYTES, self.bar(base, "kv_full", stage)
             smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
-            if seen == 127:
+            whole = Int32(0 if cut else seen == 127)
+            if whole != 0:
                 if lane == 0:
                     self.load_block(target, v_map, head, page_a, page_b, page_bits, policy, full)
             else:
@@ -289,11 +459,14 @@ class TileLoader:
             if going != 0:
                 self.widen_one(base, thread, lane, 2 * run, 0, Int32(127))
                 smem.mbarrier_wait(self.bar(base, "raw_full", 1), run & 1)
-                self.widen_one(base, thread, lane, 2 * run + 1, 1, smem.load_i32(base + self.raw_meta + 4))
+                seen = smem.load_i32(base + self.raw_meta + 4)
+                self.widen_one(base, thread, lane, 2 * run + 1, 1, seen & 0xFF, seen >> 8)
             run = run + 1
 
     @cute.jit
-    def widen_one(self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32):
+    def widen_one(
+        self, base: Int32, thread: Int32, lane: Int32, use: Int32, raw: cutlass.Constexpr, seen: Int32, least=127
+    ):
         stage, parity = step_of(use)
         smem.mbarrier_wait(self.bar(base, "kv_empty", stage), parity ^ 1)
         self.widen_block(base + self.raw_at + raw * RAW_BYTES, base + self.kv_at + stage * TILE_BYTES, thread, seen)
@@ -301,7 +474,21 @@ class TileLoader:
         ptx.warp_barrier()
         if lane == 0:
             hopper.mbarrier_arrive(self.bar(base, "kv_full", stage))
-            hopper.mbarrier_arrive(self.bar(base, "raw_empty", raw))
+        if cutlass.const_expr(raw == 1):
+            self.look_through(base, thread, lane, least, ptx.minimum_i32(seen, Int32(127)))
+        hopper.mbarrier_arrive_if(self.bar(base, "raw_empty", raw), Int32(lane == 0))
+
+    @cute.jit
+    def look_through(self, base: Int32, thread: Int32, lane: Int32, least: Int32, seen: Int32):
+        """Rows least + 1 to seen of raw V, if any: each warp says whether it has met a NaN or infinity."""
+        if least < seen:
+            found = Int32(0)
+            for at in cutlass.range((least + 1) * 8 + thread, (seen + 1) * 8, self.wideners, unroll=1):
+                for word in smem.load_i32x4(base + self.raw_at + RAW_BYTES + at * 16):
+                    found = found | self.nonfinite_bytes(word)
+            votes = ptx.ballot(found)
+            smem.store_i32_if(base + self.raw_meta + 8 + (thread >> 5) * 4, votes, Int32(lane == 0))
+            ptx.warp_barrier()
 
     @cute.jit
     def widen_block(self, source: Int32, target: Int32, thread: Int32, seen: Int32):

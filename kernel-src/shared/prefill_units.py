@@ -8,7 +8,8 @@ A combination waits for all products of its chunk; products wait for the combina
 write. Both are units given out earlier, so CTAs need not all run at a time. invert.py sets the counters to 0, or to a number
 past all units where no sequence takes part: then a launch ends at once.
 
-Warp 0 takes units of products and publishes them in shared memory, two in turn, for the consumers.
+Warp 0 takes units of products and publishes their chunk's number in shared memory (-1: the end), two in turn, for the
+consumers, who see by a tile with END where a unit ends.
 """
 
 import cutlass.cute as cute
@@ -21,18 +22,16 @@ from shared.prefill_loader import CONSUMER_WARPS, TileLoader
 PLACES = 3  # chunks whose partials are kept
 # `progress` of a chunk, bytes
 GIVEN, COMBINING, DONE, COMBINED, PROGRESS_BYTES = 0, 4, 8, 12, 16
-# A published unit: first tile, tile behind the last, number of the chunk in the launch or -1: the end
-UNIT_WORDS = 16
 
 
 class Units(TileLoader):
     def place_units(self):
         """Shared memory behind what TileLoader needs."""
         self.units_at = self.dynamic_smem  # 2, then the number of the combining warps' unit, twice
-        self.combining_at = self.units_at + 2 * UNIT_WORDS
-        self.mbarrier["unit_full"] = self.combining_at + 16
-        self.mbarrier["unit_empty"] = self.combining_at + 32
-        self.dynamic_smem += 2 * UNIT_WORDS + 48
+        self.combining_at = self.units_at + 8
+        self.mbarrier["unit_full"] = self.combining_at + 8
+        self.mbarrier["unit_empty"] = self.combining_at + 24
+        self.dynamic_smem += 48
 
     def release(self, base, lane, name, stage, ok):
         hopper.mbarrier_arrive_if(self.bar(base, name, stage), Int32((lane == 0) & (ok != 0)))
@@ -92,7 +91,7 @@ class Units(TileLoader):
             first = begin + Int32(Int64(count) * Int64(part) // Int64(ctas))
             stop = begin + Int32(Int64(count) * Int64(part + 1) // Int64(ctas))
             if first < stop:
-                self.publish(base, lane, which, freed, first, stop, number)
+                self.publish_unit(base, lane, which, freed, number)
                 which = which ^ 1
                 freed = freed ^ (which ^ 1)
                 first_token, tokens, first_head = self.piece_of(
@@ -129,24 +128,20 @@ class Units(TileLoader):
                 done = counters + Int64(number) * PROGRESS_BYTES + DONE
                 progress.add_if(done, Int32(CONSUMER_WARPS), lane == 0)
             unit = following
-        self.publish(base, lane, which, freed, Int32(0), Int32(0), Int32(-1))
+        self.publish_unit(base, lane, which, freed, Int32(-1))
         self.end_blocks(base, lane, run)
 
-    def publish(self, base, lane, which, freed, first, stop, number):
+    def publish_unit(self, base, lane, which, freed, number):
         smem.mbarrier_wait(self.bar(base, "unit_empty", which), freed)
-        at = base + self.units_at + which * UNIT_WORDS
-        smem.store_i32x2_if(at, first, stop, Int32(lane == 0))
-        smem.store_i32_if(at + 8, number, Int32(lane == 0))
+        smem.store_i32_if(base + self.units_at + which * 4, number, Int32(lane == 0))
         hopper.mbarrier_arrive_if(self.bar(base, "unit_full", which), Int32(lane == 0))
 
     def next_unit(self, base, lane, which, turn):
         smem.mbarrier_wait(self.bar(base, "unit_full", which), turn)
-        at = base + self.units_at + which * UNIT_WORDS
-        first, stop = smem.load_i32x2(at)
-        number = smem.load_i32(at + 8)
+        number = smem.load_i32(base + self.units_at + which * 4)
         ptx.warp_barrier()
         self.release(base, lane, "unit_empty", which, Int32(1))
-        return first, stop, number
+        return number
 
     # ---- warps 4-7
 

@@ -5,6 +5,11 @@ and publishes one tile after the other. Where a CTA has few tiles, it takes ever
 that all CTAs end at about the same time. What is published: a record and, for each consumer warpgroup, the blocks that one of its 4 tokens
 chose. Two records and lists take turns. Everybody else follows what is published; a negative number of blocks is the end.
 
+A NaN or infinity in V reaches, as 0 * NaN, tokens of the tile that don't see it. Consumers therefore report tokens whose
+results are NaN in the record that they give back, and the list warp publishes the tile once more for each of these alone:
+the blocks that it chose, V's rows behind what it sees zero. What a token then gets are the bits of a tile without the NaN,
+unless it sees it.
+
 A 16-bit cache is copied by tensor map to where wgmma reads it, K and V by a warp each. A float8 cache is copied as it is
 and widened exactly to fp16 by two warps an operand; one warp then issues all copies, of Q too.
 """
@@ -13,23 +18,29 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, mma, ptx, smem, tma
+from shared import hopper, mma, ptx, smem, softmax, tma
 
 GROUP, TOKENS, DIM, BLOCK = 16, 8, 128, 128
 LOADER_WARPS, CONSUMERS = 4, 2
 TILE = BLOCK * DIM * 2  # bytes of K or V of a block
 HALF = TILE // 2  # 64 columns
 LIST_ENTRIES = 128  # 4 tokens x 32
-RECORD = 64
+RECORD = 96
 RAW_STAGES, RAW_TILE = 2, BLOCK * DIM  # float8 as it comes
 WIDENERS = 2  # warps an operand
 LOADS_AHEAD = 2
 # Tiles given out in pairs: at most so many rounds of one tile a CTA. Keys of a round: blocks << 8 | CTA, 5 a lane.
 PAIRED_ROUNDS, PER_LANE, KEY_BITS = 16, 5, 18
 # Words of a record in shared memory.
-COUNT, COUNT_A, COUNT_B, FIRST, TILE_TOKENS, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT = range(12)
+COUNT, COUNT_A, COUNT_B, FIRST, TOKEN_MASK, END, LENGTH, SCALE, V_SCALE, TAIL, HEAD, SLOT, ENTRIES, ALONE = range(14)
+REPORTS = 16  # the first of 8: not 0 where a token got a NaN
 # Of a list entry: position | tokens << 8 | no first half << 12 | no second half << 13 | look closer << 14 | block << 16
 EDGE_BITS = 7 << 12
+
+
+def lowest_bit(bits):
+    """Its number."""
+    return ptx.count_bits((bits & -bits) - 1)
 
 
 class UnionLoaders:
@@ -77,6 +88,8 @@ class UnionLoaders:
     def init_barriers(self, base):
         for at, arrivals in self.arrivals.items():
             smem.mbarrier_init(base + at, arrivals)
+        for buffer in range(2):  # nothing to report of a tile that there was not
+            smem.store_i32(base + self.records_at + buffer * RECORD + 4 * ALONE, Int32(1))
 
     # ---- positions in the ring of stages; they start below 2 * stages and grow by at most 256 a tile
 
@@ -105,6 +118,15 @@ class UnionLoaders:
         smem.mbarrier_wait(base + self.barriers["list_full"] + buffer * 8, turn)
         return smem.load_i32(base + self.records_at + buffer * RECORD)
 
+    def has_nan(self, values):
+        """Or infinities of both signs."""
+        total = softmax.tree_sum(values)
+        return Int32(total != total)
+
+    def report(self, record, token, lane, bad):
+        """The token's result has a NaN. Before `record_read`."""
+        smem.store_i32_if(record + 4 * (REPORTS + token), Int32(1), Int32((lane == 0) & (bad != 0)))
+
     def record_read(self, base, buffer, lane):
         ptx.warp_barrier()
         hopper.mbarrier_arrive_if(base + self.barriers["list_empty"] + buffer * 8, Int32(lane == 0))
@@ -117,6 +139,7 @@ class UnionLoaders:
         is_v: cutlass.Constexpr,
         base: Int32,
         tensor_map: Int64,
+        words: Int64,
         pages: Int64,
         slots: Int32,
         capacity: Int32,
@@ -133,19 +156,25 @@ class UnionLoaders:
         while count >= 0:
             record = base + self.records_at + buffer * RECORD
             head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
-            tail = smem.load_i32(record + 4 * TAIL)
+            tail, entries = smem.load_i32(record + 4 * TAIL), smem.load_i32(record + 4 * ENTRIES)
+            tokens = smem.load_i32(record + 4 * TOKEN_MASK)
             self.record_read(base, buffer, lane)
             wide = 7 - page_bits
-            row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
-            page_a, page_b = self.load_pages(row, lane, count, wide)
-            for first in cutlass.range(0, count, 32, unroll=1):
-                next_a, next_b = self.load_pages(row, first + 32 + lane, count, wide)
-                for i in cutlass.range(ptx.minimum_i32(count - first, Int32(32)), unroll=1):
-                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
+            item = (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * 4
+            rows = (words + item, pages + (item << wide))
+            page_a, page_b, word = self.load_pages(*rows, lane, entries, wide)
+            for first in cutlass.range(0, entries, 32, unroll=1):
+                next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
+                votes = ptx.ballot((word >> 24) & tokens)
+                a, b = self.lowest_of(votes, page_a, page_b)
+                while votes != 0:
+                    votes = votes & (votes - 1)
+                    following = self.lowest_of(votes, page_a, page_b)  # here, where it's done while this waits
+                    count = count - 1
                     smem.mbarrier_wait(empty + stage * 8, parity)
                     there, bar = target + stage * TILE, full + stage * 8
                     if cutlass.const_expr(is_v):
-                        partial = (first + i + 1 == count) & (tail < BLOCK)
+                        partial = (count == 0) & (tail < BLOCK)
                         bar = ptx.select(partial, base + self.barriers["edge"], bar)
                     if lane == 0:
                         self.load_block(there, tensor_map, head, a, b, wide, bar)
@@ -155,19 +184,26 @@ class UnionLoaders:
                             edges = edges ^ 1
                             self.clear_rows(there, tail, lane)
                             hopper.mbarrier_arrive_if(full + stage * 8, Int32(lane == 0))
+                    a, b = following
                     stage = stage + 1
                     if stage == self.stages:
                         stage, parity = Int32(0), parity ^ 1
-                page_a, page_b = next_a, next_b
+                page_a, page_b, word = next_a, next_b, next_word
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
             count = self.next_count(base, buffer, turn)
 
-    def load_pages(self, row, at, count, wide):
-        """Pages of entry `at`: of the whole block, or of its halves."""
-        entry = row + Int64(at) * Int64(4 << wide)
-        valid = Int32(at < count)
-        return ptx.load_i32_batch([(entry, valid, -1), (entry + Int64(wide * 4), valid, -1)])
+    def lowest_of(self, votes, *values):
+        """Those of the lowest lane that has voted."""
+        lane = lowest_bit(votes)
+        return [ptx.shuffle(x, lane) for x in values]
+
+    def load_pages(self, words, pages, at, entries, wide):
+        """Of entry `at`: the page of the whole block, or those of its halves, and its word; 0 behind the last entry."""
+        entry = pages + Int64(at) * Int64(4 << wide)
+        valid = Int32(at < entries)
+        places = [(entry, valid, -1), (entry + Int64(wide * 4), valid, -1), (words + Int64(at) * 4, valid, 0)]
+        return ptx.load_i32_batch(places)
 
     @cute.jit
     def load_block(self, there: Int32, tensor_map: Int64, head: Int32, a: Int32, b: Int32, wide: Int32, bar: Int32):
@@ -222,6 +258,7 @@ class UnionLoaders:
         q_map: Int64,
         k_map: Int64,
         v_map: Int64,
+        words: Int64,
         pages: Int64,
         slots: Int32,
         capacity: Int32,
@@ -236,29 +273,37 @@ class UnionLoaders:
         while count >= 0:
             record = base + self.records_at + buffer * RECORD
             head, slot = smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
-            token = smem.load_i32(record + 4 * FIRST)
+            token, entries = smem.load_i32(record + 4 * FIRST), smem.load_i32(record + 4 * ENTRIES)
+            tokens = smem.load_i32(record + 4 * TOKEN_MASK)
             self.record_read(base, buffer, lane)
-            row = pages + (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * Int64(4 << wide)
-            page_a, page_b = self.load_pages(row, lane, count, wide)
-            for first in cutlass.range(0, count, 32, unroll=1):
-                next_a, next_b = self.load_pages(row, first + 32 + lane, count, wide)
-                for i in cutlass.range(ptx.minimum_i32(count - first, Int32(32)), unroll=1):
-                    a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
+            item = (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * 4
+            rows = (words + item, pages + (item << wide))
+            ahead = ptx.minimum_i32(count, Int32(2))
+            page_a, page_b, word = self.load_pages(*rows, lane, entries, wide)
+            for first in cutlass.range(0, entries, 32, unroll=1):
+                next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
+                votes = ptx.ballot((word >> 24) & tokens)
+                a, b = self.lowest_of(votes, page_a, page_b)
+                while votes != 0:
+                    votes = votes & (votes - 1)
+                    following = self.lowest_of(votes, page_a, page_b)  # here, where it's done while this waits
                     for operand in cutlass.range_constexpr(2):
                         name, tensor_map = ("k", "v")[operand], (k_map, v_map)[operand]
                         smem.mbarrier_wait(base + self.barriers[name + "_raw_empty"] + stage * 8, parity)
                         there = base + self.raw_at[name] + stage * RAW_TILE
                         if lane == 0:
                             self.copy_raw(there, tensor_map, head, a, b, wide, name, base, stage)
+                    a, b = following
                     stage = stage + 1
                     if stage == RAW_STAGES:
                         stage, parity = Int32(0), parity ^ 1
-                    if first + i == ptx.minimum_i32(count, Int32(2)) - 1:
+                    ahead = ahead - 1
+                    if ahead == 0:
                         smem.mbarrier_wait(base + self.barriers["q_empty"], q_parity)
                         q_parity = q_parity ^ 1
                         if lane == 0:
                             self.copy_queries(base, q_map, head, token)
-                page_a, page_b = next_a, next_b
+                page_a, page_b, word = next_a, next_b, next_word
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
             count = self.next_count(base, buffer, turn)
@@ -364,66 +409,161 @@ class UnionLoaders:
         lane: Int32,
     ):
         buffer, turn = Int32(0), Int32(1)
-        wide = 7 - page_bits
+        sources = (tiles, counts, k_scale, v_scale, k_scale_head, v_scale_head, slots, softmax_scale)
+        lists = (words, pages, slots, page_bits, capacity, causal)
         total = slots * heads
+        rounds = (total + ctas - 1) // ctas
         paired = self.is_paired(choice, total, requests, ctas)
         step = ptx.select(paired != 0, Int32(1), Int32(32))  # rounds
-        for first_round in cutlass.range(0, (total + ctas - 1) // ctas, step, unroll=1):
-            # -- 32 tiles at once, or one: which of them are this kernel's
+        for first_round in cutlass.range(0, rounds + step, step, unroll=1):
+            # -- 32 tiles at once, or one: which of them are this kernel's. At last two without tokens, the end in the
+            # second, so that both records of tiles have come back with what is to be published again.
+            ending = Int32(first_round >= rounds)
             position = first_round * ctas + cta
-            if (paired & first_round) != 0:  # an odd one
+            if (paired & first_round & (ending ^ 1)) != 0:  # an odd one
                 position = first_round * ctas + self.partner(counts, slots, total, first_round * ctas, cta, ctas, lane)
             valid = Int32((lane < step) & (position + lane * ctas < total))
             votes = ptx.ballot(self.is_mine(tiles, choice, position + lane * ctas, valid, slots, requests))
+            votes = ptx.select(ending != 0, Int32(3), votes)
             while votes != 0:
-                x = position + ptx.count_bits((votes & -votes) - 1) * ctas
+                x = ptx.select(ending != 0, Int32(0), position + lowest_bit(votes) * ctas)
                 votes = votes & (votes - 1)
                 head = ptx.divide_u32(x, slots)
                 slot = slots - 1 - (x - head * slots)
-                item = Int64(head) * Int64(slots) + Int64(slot)
-                first, tile_tokens, end, length = ptx.load_fresh_16_bytes_if(tiles + Int64(slot) * 32, Int32(1))
-                count = ptx.load_i32(counts + item * 4) & 1023
-                scale = ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head) * softmax_scale
-                scale_v = ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head)
-                words_row = words + item * Int64(capacity) * 4
-                pages_row = pages + item * Int64(capacity) * Int64(4 << wide)
-                smem.mbarrier_wait(base + self.barriers["list_empty"] + buffer * 8, turn)
-                count_a, count_b, tail = Int32(0), Int32(0), Int32(BLOCK)
-                sees = ptx.select(causal != 0, end, length)  # what the first token sees; the others see more
-                for i in cutlass.range(0, count, 32, unroll=1):
-                    at = i + lane
-                    here = Int32(at < count)
-                    word = ptx.load_i32_if(words_row + Int64(at) * 4, here, 0)
-                    bad = Int32(0)
-                    if wide != 0:
-                        page_a, page_b = ptx.load_i32_batch(
-                            [(pages_row + Int64(at) * 8 + 4 * k, here, 0) for k in range(2)]
-                        )
-                        bad = ptx.select(page_a < 0, Int32(1 << 12), Int32(0))
-                        bad = bad | ptx.select(page_b < 0, Int32(1 << 13), Int32(0))
-                    block = word & 0xFFFF
-                    special = ((block << 7) + BLOCK > sees) | (scale < Float32(0.0))
-                    edge = ptx.select(special, Int32(1 << 14), Int32(0))
-                    entry = at | bad | edge | (block << 16)
-                    if at + 1 == count:
-                        tail = ptx.minimum_i32(length - (block << 7), Int32(BLOCK))
-                    chosen = [(word >> 24) & 15, (word >> 28) & 15]
-                    count_a = self.append(base, buffer * 2, count_a, entry | (chosen[0] << 8), chosen[0])
-                    count_b = self.append(base, buffer * 2 + 1, count_b, entry | (chosen[1] << 8), chosen[1])
-                tail = ptx.warp_min(tail)
-                if lane == 0:
-                    there = base + self.records_at + buffer * RECORD
-                    smem.store_i32x4(there, [count, count_a, count_b, first])
-                    smem.store_i32x4(there + 16, [tile_tokens, sees, length, ptx.f32_bits(scale)])
-                    smem.store_i32x4(there + 32, [ptx.f32_bits(scale_v), tail, head, slot])
-                ptx.warp_barrier()
-                hopper.mbarrier_arrive_if(base + self.barriers["list_full"] + buffer * 8, Int32(lane == 0))
+                facts = self.facts(*sources, head, slot)
+                buffer, turn = self.settle(base, *sources, *lists[:2], *lists[3:], buffer, turn, lane)
+                first, tile_tokens, end, length, entries, scale, scale_v = facts
+                if ending != 0:
+                    entries, tile_tokens = Int32(0), Int32(0)
+                facts = (first, tile_tokens, end, length, entries, scale, scale_v)
+                least = ptx.select((ending != 0) & (votes == 0), Int32(-1), Int32(0))
+                self.publish(base, *lists, head, slot, *facts, Int32(255), Int32(-1), least, buffer, lane)
                 buffer = buffer ^ 1
                 turn = turn ^ (buffer ^ 1)
+
+    def facts(self, tiles, counts, k_scale, v_scale, k_scale_head, v_scale_head, slots, softmax_scale, head, slot):
+        """Of a tile: first token, tokens, end, length, entries of its list, scale of logits and of V."""
+        record = ptx.load_fresh_16_bytes_if(tiles + Int64(slot) * 32, Int32(1))
+        entries = ptx.load_i32(counts + (Int64(head) * Int64(slots) + Int64(slot)) * 4) & 1023
+        scale = ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head) * softmax_scale
+        return (*record, entries, scale, ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head))
+
+    @cute.jit
+    def settle(
+        self,
+        base: Int32,
+        tiles: Int64,
+        counts: Int64,
+        k_scale: Int64,
+        v_scale: Int64,
+        k_scale_head: Int64,
+        v_scale_head: Int64,
+        slots: Int32,
+        softmax_scale: Float32,
+        words: Int64,
+        pages: Int64,
+        page_bits: Int32,
+        capacity: Int32,
+        causal: Int32,
+        buffer: Int32,
+        turn: Int32,
+        lane: Int32,
+    ):
+        """Waits for a record to come back. Tokens that it reports are published again, each alone, and so are those of the
+        other record, which comes back meanwhile. Returns where the next tile goes: (buffer, turn)."""
+        again, head, slot = self.came_back(base, buffer, turn, lane)
+        later, later_head, later_slot = Int32(0), Int32(0), Int32(0)
+        while again != 0:
+            token = lowest_bit(again)
+            again = again & (again - 1)
+            facts = self.facts(
+                tiles, counts, k_scale, v_scale, k_scale_head, v_scale_head, slots, softmax_scale, head, slot
+            )
+            lists = (words, pages, slots, page_bits, capacity, causal)
+            self.publish(base, *lists, head, slot, *facts, Int32(1) << token, token, Int32(0), buffer, lane)
+            buffer = buffer ^ 1
+            turn = turn ^ (buffer ^ 1)
+            more, more_head, more_slot = self.came_back(base, buffer, turn, lane)
+            if more != 0:
+                later, later_head, later_slot = more, more_head, more_slot
+            if again == 0:
+                again, head, slot = later, later_head, later_slot
+                later = Int32(0)
+        return buffer, turn
+
+    def came_back(self, base, buffer, turn, lane):
+        """(tokens to be published again, head, slot) of a record, once everybody has read it."""
         smem.mbarrier_wait(base + self.barriers["list_empty"] + buffer * 8, turn)
+        record = base + self.records_at + buffer * RECORD
+        reported = smem.load_i32(record + 4 * REPORTS + (lane & (TOKENS - 1)) * 4)
+        alone = smem.load_i32(record + 4 * ALONE)
+        again = ptx.select(alone != 0, Int32(0), ptx.ballot(reported) & smem.load_i32(record + 4 * TOKEN_MASK))
+        return again, smem.load_i32(record + 4 * HEAD), smem.load_i32(record + 4 * SLOT)
+
+    @cute.jit
+    def publish(
+        self,
+        base: Int32,
+        words: Int64,
+        pages: Int64,
+        slots: Int32,
+        page_bits: Int32,
+        capacity: Int32,
+        causal: Int32,
+        head: Int32,
+        slot: Int32,
+        first: Int32,
+        tile_tokens: Int32,
+        end: Int32,
+        length: Int32,
+        entries: Int32,
+        scale: Float32,
+        scale_v: Float32,
+        tokens: Int32,  # a bit each
+        alone: Int32,  # the token, if there is but one, which is published again; or -1
+        least: Int32,  # published where there is no block
+        buffer: Int32,
+        lane: Int32,
+    ):
+        """A record and lists, into a buffer that is free."""
+        wide = 7 - page_bits
+        item = (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * 4
+        words_row, pages_row = words + item, pages + (item << Int64(wide))
+        count, count_a, count_b, tail = Int32(0), Int32(0), Int32(0), Int32(BLOCK)
+        sees = ptx.select(causal != 0, end, length)  # what the first token sees; the others see more
+        # What is seen by some token at all.
+        seen = ptx.select((alone >= 0) & (causal != 0), ptx.clamp(end + alone, Int32(0), length), length)
+        for i in cutlass.range(0, entries, 32, unroll=1):
+            at = i + lane
+            here = Int32(at < entries)
+            word = ptx.load_i32_if(words_row + Int64(at) * 4, here, 0)
+            bad = Int32(0)
+            if wide != 0:
+                page_a, page_b = ptx.load_i32_batch([(pages_row + Int64(at) * 8 + 4 * k, here, 0) for k in range(2)])
+                bad = ptx.select(page_a < 0, Int32(1 << 12), Int32(0))
+                bad = bad | ptx.select(page_b < 0, Int32(1 << 13), Int32(0))
+            block, chosen = word & 0xFFFF, (word >> 24) & tokens
+            special = ((block << 7) + BLOCK > sees) | (scale < Float32(0.0))
+            edge = ptx.select(special, Int32(1 << 14), Int32(0))
+            votes = ptx.ballot(chosen)
+            entry = (count + ptx.count_bits(votes & ptx.lanes_below())) | bad | edge | (block << 16)
+            tail = ptx.minimum_i32(tail, ptx.select(chosen != 0, seen - (block << 7), Int32(BLOCK)))
+            halves = [chosen & 15, chosen >> 4]
+            count_a = self.append(base, buffer * 2, count_a, entry | (halves[0] << 8), halves[0])
+            count_b = self.append(base, buffer * 2 + 1, count_b, entry | (halves[1] << 8), halves[1])
+            count = count + ptx.count_bits(votes)
+        tail = ptx.warp_min(tail)
         if lane == 0:
-            smem.store_i32x4(base + self.records_at + buffer * RECORD, [Int32(-1)] * 4)
-            hopper.mbarrier_arrive(base + self.barriers["list_full"] + buffer * 8)
+            there = base + self.records_at + buffer * RECORD
+            tokens = tokens & ((Int32(1) << tile_tokens) - 1)
+            smem.store_i32x4(there, [count | least, count_a, count_b, first])
+            smem.store_i32x4(there + 16, [tokens, sees, length, ptx.f32_bits(scale)])
+            smem.store_i32x4(there + 32, [ptx.f32_bits(scale_v), tail, head, slot])
+            smem.store_i32x2(there + 48, entries, Int32(alone >= 0))
+            for half in cutlass.range_constexpr(2):
+                smem.store_i32x4(there + 4 * REPORTS + 16 * half, [Int32(0)] * 4)
+        ptx.warp_barrier()
+        hopper.mbarrier_arrive_if(base + self.barriers["list_full"] + buffer * 8, Int32(lane == 0))
 
     @cute.jit
     def is_paired(self, choice: Int64, total: Int32, requests: Int32, ctas: Int32):

@@ -52,7 +52,7 @@ from cutlass import Float32, Int32, Int64
 
 from shared import blackwell, hopper, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
-from shared.prefill_loader import HALF, KV_STAGES, LAST, META_BYTES, NEW, TILE_BYTES, TileLoader, step_of
+from shared.prefill_loader import END, HALF, KV_STAGES, LAST, META_BYTES, NEW, TILE_BYTES, TileLoader, step_of
 from shared.entries import PrefillEntry
 from shared.program import Program
 
@@ -72,6 +72,7 @@ class Prefill(PrefillEntry, TileLoader):
     threads = 512
 
     wideners = WIDENERS * 32
+    turns = 2
 
     def __init__(self, q_dtype, kv_dtype, rows):
         self.combine = Partials(q_dtype, rows, blackwell.fma2)
@@ -197,7 +198,7 @@ class Prefill(PrefillEntry, TileLoader):
                 hopper.give_registers(REGISTERS[0])
                 if warp == MULTIPLIER:
                     if first < stop:
-                        self.multiply(base, stop - first, memory)
+                        self.multiply(base, memory)
                     blackwell.free(memory, blackwell.COLUMNS)
                 elif first < stop:
                     if warp == 0:
@@ -231,7 +232,7 @@ class Prefill(PrefillEntry, TileLoader):
                     else:
                         if warp == GATHERER:
                             where = (first_head, first_token, group)
-                            self.gather(base, lane, stop - first, tma.map_address(q_map), *where, q_policy)
+                            self.gather(base, lane, tma.map_address(q_map), *where, q_policy)
             else:
                 hopper.take_registers(REGISTERS[2])
                 if first < stop:
@@ -241,7 +242,6 @@ class Prefill(PrefillEntry, TileLoader):
                         (warp - FIRST_CONSUMER) & (GROUP_WARPS - 1),
                         lane,
                         (warp - FIRST_CONSUMER) // GROUP_WARPS,
-                        stop - first,
                         partials,
                         sums,
                         chunk_heads * width,
@@ -274,24 +274,29 @@ class Prefill(PrefillEntry, TileLoader):
             return self.gather_queries(base, lane, stage, *where)
         hopper.mbarrier_arrive_if(self.bar(base, "q_asked", stage), Int32(lane == 0))
 
+    def ask_for_nothing(self, base, lane, stage):
+        if not self.fp8:
+            hopper.mbarrier_arrive_if(self.bar(base, "q_asked", stage), Int32(lane == 0))
+
     @cute.jit
     def gather(
         self,
         base: Int32,
         lane: Int32,
-        tiles: Int32,
         q_map: Int64,
         first_head: Int32,
         first_token: Int32,
         group: Int32,
         q_policy: Int64,
     ):
-        stage, parity = Int32(0), Int32(0)
-        for _ in cutlass.range(tiles, unroll=1):
+        stage, parity, ends = Int32(0), Int32(0), Int32(0)
+        while ends < self.turns * END:
             smem.mbarrier_wait(self.bar(base, "q_asked", stage), parity)
             meta = base + self.meta_at + stage * META_BYTES
             entry = smem.load_i32(meta + (lane & (self.tokens - 1)) * 4)
-            head = first_head + (smem.load_i32(meta + 64) >> 8)
+            flags = smem.load_i32(meta + 64)
+            head = first_head + (flags >> 8)
+            ends = ends + (flags & END)
             self.gather_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
             ptx.warp_barrier()
             hopper.mbarrier_arrive_if(self.bar(base, "q_full", stage), Int32(lane == 0))
@@ -313,15 +318,16 @@ class Prefill(PrefillEntry, TileLoader):
         if (flags & NEW) != 0:
             use = use + 2
             self.wait_for_block(base, use)
-        k_stage = step_of(use)[0]
-        steps = [blackwell.k_major_step(i, HALF) for i in range(blackwell.K_STEPS)]
-        q = blackwell.descriptor(base + self.q_at + stage * TILE_BYTES)
-        k = blackwell.descriptor(base + self.kv_at + k_stage * TILE_BYTES)
-        kind = blackwell.instruction(self.dtype, TILE_COLUMNS)
-        blackwell.multiply(memory + which * TILE_COLUMNS, q, k, kind, steps, steps)
-        blackwell.commit(self.tile_bar(base, "s_full", which))
-        blackwell.commit(self.bar(base, "q_empty", stage))
-        blackwell.commit_if(self.bar(base, "kv_empty", k_stage), flags & LAST)
+        if (flags & END) == 0:
+            k_stage = step_of(use)[0]
+            steps = [blackwell.k_major_step(i, HALF) for i in range(blackwell.K_STEPS)]
+            q = blackwell.descriptor(base + self.q_at + stage * TILE_BYTES)
+            k = blackwell.descriptor(base + self.kv_at + k_stage * TILE_BYTES)
+            kind = blackwell.instruction(self.dtype, TILE_COLUMNS)
+            blackwell.multiply(memory + which * TILE_COLUMNS, q, k, kind, steps, steps)
+            blackwell.commit(self.tile_bar(base, "s_full", which))
+            blackwell.commit(self.bar(base, "q_empty", stage))
+            blackwell.commit_if(self.bar(base, "kv_empty", k_stage), flags & LAST)
         return flags, use
 
     @cute.jit
@@ -348,19 +354,17 @@ class Prefill(PrefillEntry, TileLoader):
         smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
 
     @cute.jit
-    def multiply(self, base: Int32, tiles: Int32, memory: Int32):
+    def multiply(self, base: Int32, memory: Int32):
         stage, parity, which, p_parity = Int32(0), Int32(0), Int32(0), Int32(0)
         k_use, v_use = Int32(-2), Int32(-1)
         flags, k_use = self.multiply_keys(base, memory, Int32(0), stage, parity, k_use)
         stage, parity = self.next_stage(stage, parity, 1)
-        flags_1 = Int32(0)
-        if tiles > 1:
-            flags_1, k_use = self.multiply_keys(base, memory, Int32(1), stage, parity, k_use)
-            stage, parity = self.next_stage(stage, parity, 1)
-        for tile in cutlass.range(0, tiles, 1, unroll=1):
+        flags_1, k_use = self.multiply_keys(base, memory, Int32(1), stage, parity, k_use)
+        stage, parity = self.next_stage(stage, parity, 1)
+        while (flags & END) == 0:
             v_use = self.multiply_values(base, memory, which, p_parity, flags, v_use)
             flags = flags_1
-            if tile + 2 < tiles:
+            if (flags & END) == 0:
                 flags_1, k_use = self.multiply_keys(base, memory, which, stage, parity, k_use)
                 stage, parity = self.next_stage(stage, parity, 1)
             p_parity = p_parity ^ which
@@ -378,7 +382,6 @@ class Prefill(PrefillEntry, TileLoader):
         warp: Int32,  # of the four that share a tile
         lane: Int32,
         which: Int32,
-        tiles: Int32,
         partials: Int64,
         sums: Int64,
         token_slots: Int32,
@@ -388,11 +391,11 @@ class Prefill(PrefillEntry, TileLoader):
         s_at, o_at = quarter + which * TILE_COLUMNS, quarter + O_COLUMN + which * TILE_COLUMNS
         row = warp * 32 + lane
         stage, q_parity, parity = which, Int32(0), Int32(0)
-        for _ in cutlass.range(which, tiles, 2, unroll=1):
-            smem.mbarrier_wait(self.bar(base, "q_full", stage), q_parity)
-            meta = base + self.meta_at + stage * META_BYTES
-            entry = smem.load_i32(meta + row // self.rows * 4)
-            flags, shift, columns, scale = smem.load_i32x4(meta + 64)
+        smem.mbarrier_wait(self.bar(base, "q_full", stage), q_parity)
+        meta = base + self.meta_at + stage * META_BYTES
+        entry = smem.load_i32(meta + row // self.rows * 4)
+        flags, shift, columns, scale = smem.load_i32x4(meta + 64)
+        while (flags & END) == 0:
             ptx.warp_barrier()
             hopper.mbarrier_arrive_if(self.bar(base, "q_empty", stage), Int32(lane == 0))
             place = (entry >> 5) * token_slots + (flags >> 8) * width + (entry & 31)
@@ -411,6 +414,10 @@ class Prefill(PrefillEntry, TileLoader):
                 self.store_partial(o_at + (half << 20), lane, half, place, partials)
             stage, q_parity = self.next_stage(stage, q_parity, 2)
             parity = parity ^ 1
+            smem.mbarrier_wait(self.bar(base, "q_full", stage), q_parity)
+            meta = base + self.meta_at + stage * META_BYTES
+            entry = smem.load_i32(meta + row // self.rows * 4)
+            flags, shift, columns, scale = smem.load_i32x4(meta + 64)
         blackwell.fence_before()
         ptx.warp_barrier()
         hopper.mbarrier_arrive_if(base + self.drained, Int32(lane == 0))

@@ -52,7 +52,7 @@ from shared.union_loaders import (
     RECORD,
     SCALE,
     TILE,
-    TILE_TOKENS,
+    TOKEN_MASK,
     V_SCALE,
     WIDENERS,
     UnionLoaders,
@@ -182,7 +182,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         total = self.next_count(base, buffer, turn)
         while total >= 0:
             record = base + self.records_at + buffer * RECORD
-            first, tile_tokens = smem.load_i32(record + 4 * FIRST), smem.load_i32(record + 4 * TILE_TOKENS)
+            first, tokens = smem.load_i32(record + 4 * FIRST), smem.load_i32(record + 4 * TOKEN_MASK)
             scale, v_scale = smem.load_f32(record + 4 * SCALE), smem.load_f32(record + 4 * V_SCALE)
             head = smem.load_i32(record + 4 * HEAD)
             high = smem.load_i32(record + 4 * END) + token
@@ -208,11 +208,13 @@ class PrefillUnion(UnionEntry, UnionLoaders):
                     self.arrive(self.bar_of(base, "p_ready", number), lane)
                 self.wait_for_o(base, done + total - 1)
                 done = (done + total) & 3
-            self.record_read(base, buffer, lane)
             at = out + Int64(first + token) * out_token + Int64(head * GROUP + (row & 15)) * out_head
             lse_at = lse + Int64(first + token) * lse_token + Int64(head * GROUP + (row & 15)) * lse_head
-            here = Int32(token < tile_tokens)
-            self.write(quarter + O_COLUMN, at, here, total, v_scale, bf16_query, state)
+            here = (tokens >> token) & 1
+            bad = self.write(quarter + O_COLUMN, at, here, total, v_scale, bf16_query, state)
+            votes = ptx.ballot(bad)  # of the warp's two tokens, 16 rows each
+            self.report(record, token, lane & 15, (votes >> (lane & 16)) & 0xFFFF)
+            self.record_read(base, buffer, lane)
             if (here != 0) & (lse != 0):
                 ptx.store_f32(lse_at, softmax.natural_lse(state[0], state[1]))
             buffer = buffer ^ 1
@@ -316,19 +318,30 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         bf16_query: Int32,
         state: cute.Tensor,
     ):
+        """The row; returns whether it has a NaN."""
         factor = softmax.output_factor(state[1], v_scale)
+        sums = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        for i in cutlass.range_constexpr(4):
+            sums[i] = Float32(0.0)
         for piece in cutlass.range_constexpr(BLOCK // PIECE):
             words = cute.make_rmem_tensor(cute.make_layout(PIECE // 2), Int32)
             for i in cutlass.range_constexpr(PIECE // 2):
                 words[i] = Int32(0)
             if total > 0:
                 O = [ptx.multiply(x, factor) for x in blackwell.load_row(o_at + piece * PIECE, PIECE)]
+                self.add_pairs(sums, O)
                 for i in cutlass.range_constexpr(PIECE // 2):
                     words[i] = self.pair(O[2 * i : 2 * i + 2], bf16_query)
             if here != 0:
                 for i in cutlass.range_constexpr(PIECE // 8):
                     at = target + piece * (PIECE * 2) + i * 16
                     ptx.store_words(at, [words[4 * i + j] for j in range(4)])
+        return self.has_nan([sums[i] for i in range(4)])
+
+    def add_pairs(self, sums, values):
+        for i in range(0, len(values), 2):
+            at = i & 2
+            sums[at], sums[at + 1] = blackwell.add2((sums[at], sums[at + 1]), values[i : i + 2])
 
     def pair(self, values, bf16_query):
         if self.dtype == "bf16":
@@ -389,7 +402,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
                 self.multiply(base, memory, lane)
                 blackwell.free(memory, blackwell.COLUMNS)
             else:
-                where = (pages, slots, capacity, page_bits)
+                where = (words, pages, slots, capacity, page_bits)
                 q_at, k_at, v_at = [tma.map_address(m) for m in (q_map, k_map, v_map)]
                 if cutlass.const_expr(self.fp8):
                     if warp == 0:

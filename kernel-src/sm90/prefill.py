@@ -33,8 +33,8 @@ Chunks
 
 Shared memory (bytes)
     K and V 3 x 32,768 in turn, Q 3 x 32,768 (fp8: 2, and raw K and V of 16,384 each), combine 32,768
-    then mbarriers, for each stage of Q what the consumers must know of the tile, the weights of a combined row, and two
-    units that are published
+    then mbarriers, for each stage of Q what the consumers must know of the tile, the weights of a combined row, and the
+    numbers of two units
 
 Partials
     In the order of the accumulators (shared/partials.py): a store is a full 512 bytes of a warp and needs no shuffle. fp16
@@ -60,6 +60,7 @@ from shared import hopper, progress, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
 from shared.prefill_loader import (
     CONSUMER_WARPS,
+    END,
     HALF,
     KV_STAGES,
     LAST,
@@ -290,21 +291,21 @@ class Prefill(PrefillEntry, Units):
         k_use, v_use = Int32(-2), Int32(-1)  # of the ring: even uses are K, odd ones V
         stage, parity = Int32(0), Int32(0)
         which, turn = Int32(0), Int32(0)
-        first, stop, number = self.next_unit(base, lane, which, turn)
+        number = self.next_unit(base, lane, which, turn)
         while number >= 0:
             chunk_counters = counters + Int64(number) * PROGRESS_BYTES
             if number >= PLACES:
                 progress.wait_for(chunk_counters - PLACES * PROGRESS_BYTES + COMBINED, ctas)
             first_place = self.place_of(number) * place_slots
             k_use, v_use, stage, parity = self.consume_unit(
-                base, warp, lane, first, stop, k_use, v_use, stage, parity, S, O, P, partials, sums, first_place,
+                base, warp, lane, k_use, v_use, stage, parity, S, O, P, partials, sums, first_place,
                 token_slots, width, opaque,
             )  # fmt: skip
             ptx.warp_barrier()
             progress.add_if(chunk_counters + DONE, Int32(1), lane == 0)
             which = which ^ 1
             turn = turn ^ (which ^ 1)
-            first, stop, number = self.next_unit(base, lane, which, turn)
+            number = self.next_unit(base, lane, which, turn)
 
     @cute.jit
     def consume_unit(
@@ -312,8 +313,6 @@ class Prefill(PrefillEntry, Units):
         base: Int32,
         warp: Int32,
         lane: Int32,
-        first: Int32,
-        stop: Int32,
         k_use: Int32,
         v_use: Int32,
         stage: Int32,
@@ -342,13 +341,13 @@ class Prefill(PrefillEntry, Units):
         place0, place1 = self.places(entry0, entry1, flags, first_place, token_slots, width)
         self.probabilities(S, lane, entry0, entry1, shift, columns, scale, place0, place1, sums)
         self.round_probabilities(S, P)
-        stage, parity = self.next_stage(stage, parity)
+        stage, parity = self.stage_after(stage, parity)
         done0, done1 = Int32(-1), Int32(-1)
         for i in cutlass.range_constexpr(64):
             O[i] = Float32(0.0)
-        for tile in cutlass.range(first, stop - 1, 1, unroll=1):
-            smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
-            entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+        smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
+        entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+        while (flags_n & END) == 0:
             if (flags_n & NEW) != 0:
                 k_use = k_use + 2
                 self.wait_for_block(base, k_use)
@@ -379,7 +378,12 @@ class Prefill(PrefillEntry, Units):
             self.round_probabilities(S, P)
             done0, done1 = place0, place1
             place0, place1, flags = next0, next1, flags_n
-            stage, parity = self.next_stage(stage, parity)
+            stage, parity = self.stage_after(stage, parity)
+            smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
+            entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+        ptx.warp_barrier()
+        self.release(base, lane, "q_empty", stage, Int32(1))
+        stage, parity = self.stage_after(stage, parity)
         self.store_partial(O, lane, done0, done1, partials)
         hopper.pin(O)
         if (flags & NEW) != 0:
@@ -391,10 +395,6 @@ class Prefill(PrefillEntry, Units):
         self.release(base, lane, "kv_empty", v_stage, Int32(1))
         self.store_partial(O, lane, place0, place1, partials)
         return k_use, v_use, stage, parity
-
-    def next_stage(self, stage, parity):
-        over = stage + 1 == self.q_stages
-        return ptx.select(over, Int32(0), stage + 1), ptx.select(over, parity ^ 1, parity)
 
     def wait_for_block(self, base, use):
         stage, parity = step_of(use)

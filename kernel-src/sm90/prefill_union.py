@@ -66,7 +66,7 @@ from shared.union_loaders import (
     RECORD,
     SCALE,
     TILE,
-    TILE_TOKENS,
+    TOKEN_MASK,
     V_SCALE,
     WIDENERS,
     UnionLoaders,
@@ -250,7 +250,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
             record = base + self.records_at + buffer * RECORD
             count = smem.load_i32(record + 4 * COUNT_A + 4 * group)
             first = smem.load_i32(record + 4 * FIRST)
-            tile_tokens = smem.load_i32(record + 4 * TILE_TOKENS)
+            tokens = smem.load_i32(record + 4 * TOKEN_MASK)
             scale, v_scale = smem.load_f32(record + 4 * SCALE), smem.load_f32(record + 4 * V_SCALE)
             head = smem.load_i32(record + 4 * HEAD)
             token = group * 4 + warp
@@ -266,12 +266,15 @@ class PrefillUnion(UnionEntry, UnionLoaders):
                 if count > 0:
                     list_at = base + self.lists_at + (buffer * 2 + group) * (LIST_ENTRIES * 4)
                     behind = self.walk(base, list_at, count, start, q, S, O, P, state, record, token, lane)
+                    # One of the 16 rows: a NaN that came as 0 * NaN is in all of them.
+                    bad = ptx.ballot(self.has_nan([O[4 * i + c] for i in range(16) for c in range(2)]))
+                    self.report(record, token, lane, bad)
                 else:
                     hopper.mbarrier_arrive_if(base + self.barriers["q_empty"], Int32(lane == 0))
                 self.pass_on(("k", "v"), base, behind, start + total, lane)
                 start = self.folded(start + total)
             self.record_read(base, buffer, lane)
-            if token < tile_tokens:
+            if (tokens >> token) & 1 != 0:
                 row = out + Int64(first + token) * out_token + Int64(head * GROUP + (lane >> 2)) * out_head
                 lse_row = lse + Int64(first + token) * lse_token + Int64(head * GROUP + (lane >> 2)) * lse_head
                 self.write(row, out_head, lse, lse_row, lse_head, O, state, v_scale, bf16_query, lane)
@@ -386,7 +389,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         ptx.wait_for_previous_kernel()
         if warp < self.first_consumer:
             hopper.give_registers(self.registers[0])
-            where = (pages, slots, capacity, page_bits)
+            where = (words, pages, slots, capacity, page_bits)
             q_at, k_at, v_at = [tma.map_address(m) for m in (q_map, k_map, v_map)]
             if cutlass.const_expr(self.fp8):
                 if warp == 0:
