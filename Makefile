@@ -2,7 +2,7 @@
 # itself up in .venv.
 PYTHON ?= python3
 
-.PHONY: demo test build sanitize clean
+.PHONY: demo test build property lint fuzz mutants sanitize clean
 
 # The main job on the CPU: publish to a local Hub, fetch, generate, and run a prompt that the stock path can't hold.
 demo:
@@ -15,10 +15,33 @@ test:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/run_tests.py $(TESTS) $(PYTEST_ARGS)
 
+# Random calls of every operation, judged by an error bound: EXAMPLES of them on the torch backend. SEED draws others.
+EXAMPLES ?= 10000
+property:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python -m pytest -s tests/test_property.py --examples $(EXAMPLES) $(if $(SEED),--property-seed $(SEED)) $(PYTEST_ARGS)
+
 # Both variants, in build/.
 build:
 	@$(PYTHON) tools/environment.py requirements-test.txt
 	@.venv/bin/python tools/build.py all
+
+# ruff, mypy --strict of the package, clang-format, the C++ sources' warnings as errors, clang-tidy of the launcher.
+lint:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tools/lint.py
+
+# libFuzzer over the operators' argument checks and launches; needs clang. SECONDS says how long.
+SECONDS ?= 120
+fuzz:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tools/build.py cuda >/dev/null
+	@.venv/bin/python tools/fuzz.py --seconds $(SECONDS)
+
+# Seeded faults in the package and the launcher, one at a time: do the tests notice? Writes docs/mutation.md.
+mutants:
+	@$(PYTHON) tools/environment.py requirements-test.txt
+	@.venv/bin/python tests/mutation.py --write
 
 # compute-sanitizer's four tools over every SM90 program, on a GPU; their reports go to build/sanitizer.log.
 SANITIZER ?= compute-sanitizer

@@ -64,7 +64,7 @@ if [ $right -eq 0 ]; then
   step benchmark_decode 2400 "$python" benchmarks/benchmark_decode.py --variant "$variant" --results "$rows" --seconds 2000
   step benchmark_select 2400 "$python" benchmarks/benchmark_select.py --variant "$variant" --results "$rows"
   step benchmark_prefill 2400 "$python" benchmarks/benchmark_prefill.py --variant "$variant" --results "$rows" --seconds 2000
-  step benchmark_dense 1200 "$python" benchmarks/benchmark_dense.py --variant "$variant" --results "$rows" --peers
+  step benchmark_dense 1200 "$python" benchmarks/benchmark_dense.py --variant "$variant" --results "$rows"
 else
   echo "left    the benchmarks: a result is wrong" | tee -a "$summary"
 fi

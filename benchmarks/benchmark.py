@@ -10,13 +10,14 @@ Before a case is timed its step is compared with the same three calls on the tor
 import argparse
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import protocol
 
 PAGE, DIM, HEADS, KV_HEADS, TOPK = 128, 128, 64, 4, 16
 CASES = [(1, 32768), (1, 131072), (16, 32768), (64, 32768)]  # batch, kv_len
@@ -78,6 +79,15 @@ class DecodeStep(protocol.Benchmark):
 
     seed = 0
     batch, length = 16, 4096
+    key: ClassVar[dict] = {
+        "op": "step",
+        "dtype": "bf16",
+        "heads": f"{HEADS}/{KV_HEADS}",
+        "batch": batch,
+        "q_len": 1,
+        "kv_len": length,
+    }
+    key.update(page=PAGE)
 
     def setup(self) -> None:
         options = {"device": self.device, "dtype": torch.bfloat16}
@@ -87,6 +97,11 @@ class DecodeStep(protocol.Benchmark):
         self.new = [torch.randn(self.batch, *heads, DIM, **options) for heads in ((KV_HEADS,), (KV_HEADS,), ())]
         self.slots = self.caches[3][:, -1].long() * PAGE + PAGE - 1
         self.lengths = definitions.lengths(self.batch, self.length, self.device)
+
+    def work(self):
+        """Bytes and operations."""
+        size = self.batch * (self.length + 2 * KV_HEADS * TOPK * PAGE) * DIM * 2
+        return size, self.batch * DIM * (2 * KV_HEADS * self.length + 4 * HEADS * TOPK * PAGE)
 
     def benchmark_step(self) -> None:
         k, v, index_k, table = self.caches

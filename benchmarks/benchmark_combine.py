@@ -12,12 +12,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 # states, tokens, heads: split decode at batch 1, 16 and 256; two ranks of a context-parallel prefill; 16 partials.
 CASES = [(8, 1, 64), (16, 1, 64), (4, 16, 64), (2, 256, 64), (8, 256, 64), (2, 8192, 64), (16, 2048, 64)]
@@ -35,10 +36,14 @@ class MergeStates(protocol.Benchmark):
     """Eight partial results of 256 tokens and 64 heads."""
 
     seed = 0
+    key: ClassVar[dict] = {"op": "merge", "dtype": "fp32>fp32", "heads": "64x8", "batch": 256, "q_len": 1}
 
     def setup(self) -> None:
         self.outs = torch.randn(8, 256, 64, 128, device=self.device)
         self.lses = torch.randn(8, 256, 64, device=self.device)
+
+    def work(self):
+        return 256 * 64 * (8 * 516 + 516), 2 * 8 * 256 * 64 * 128
 
     def benchmark_merge(self) -> None:
         self.out, _ = self.kernel.merge_states(self.outs, self.lses)
@@ -73,7 +78,7 @@ def measure(m3_sparse, bandwidth, n, t, h, dtype, out_dtype):
         "torch.compile": lambda o, l: compiled(o, l, out_dtype),
     }
     want = formula(*(x.double() for x in inputs[0]), torch.float64)
-    key = {"dtype": f"{NAMES[dtype]}>{NAMES[out_dtype]}", "heads": f"{h}x{n}", "batch": t, "q_len": 1}
+    key: ClassVar[dict] = {"dtype": f"{NAMES[dtype]}>{NAMES[out_dtype]}", "heads": f"{h}x{n}", "batch": t, "q_len": 1}
     rows = []
     for impl, call in calls.items():
         error = float((call(*inputs[0])[0].double() - want[0]).norm() / want[0].norm())

@@ -20,14 +20,15 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import definitions  # noqa: E402
-import peers  # noqa: E402
-import protocol  # noqa: E402
+import definitions
+import peers
+import protocol
 
 DIM, BLOCK, TOPK = 128, 128, 16
 ROTATE_BYTES = 130 << 20
@@ -244,9 +245,12 @@ def measure(m3_sparse, operator, pool, name, kv_lens, q_len, kind, bandwidth, sp
 
 ONE = [(batch, 1, "random") for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
 DRAFTS = [(16, 4, "random"), (16, 4, "correlated"), (16, 8, "correlated")]
-GRID = [  # (dtype, heads, [(batch, q_len, selection)])
-    ("bf16", (64, 4), ONE + DRAFTS),
-    ("fp8", (64, 4), ONE + DRAFTS + [(64, 4, "random"), (64, 4, "correlated")]),
+KV_LEN = 32768
+# With KV_LEN: 64 requests over the length of the context, which attention doesn't see.
+CURVE = [(64, 1, "random", kv_len) for kv_len in (4096, 8192, 16384, 65536, 131072)]
+GRID = [  # (dtype, heads, [(batch, q_len, selection[, kv_len])])
+    ("bf16", (64, 4), ONE + DRAFTS + CURVE),
+    ("fp8", (64, 4), ONE + DRAFTS + [(64, 4, "random"), (64, 4, "correlated")] + CURVE),
     ("fp8", (16, 1), [(1, 1, "random"), (16, 1, "random"), (64, 1, "random"), (256, 1, "random")]),
     ("bf16", (16, 1), [(1, 1, "random"), (64, 1, "random")]),
     ("fp8_e5m2", (64, 4), [(64, 1, "random")]),
@@ -291,6 +295,15 @@ class SparseAttention(protocol.Benchmark):
 
     seed = 0
     batch, length, heads, kv_heads = 16, 4096, 64, 4
+    key: ClassVar[dict] = {
+        "op": "decode",
+        "heads": f"{heads}/{kv_heads}",
+        "batch": batch,
+        "q_len": 1,
+        "kv_len": length,
+        "page": BLOCK,
+    }
+    key.update(selection="random")
 
     def make(self, dtype) -> None:
         self.q = torch.randn(self.batch, self.heads, DIM, device=self.device).bfloat16()
@@ -304,6 +317,10 @@ class SparseAttention(protocol.Benchmark):
 
     def setup_fp8(self) -> None:
         self.make(torch.float8_e4m3fn)
+
+    def work(self):
+        blocks = 2 * self.batch * self.kv_heads * TOPK * BLOCK * DIM * self.k.element_size()
+        return blocks + 4 * self.q.numel(), 4 * self.batch * self.heads * DIM * TOPK * BLOCK
 
     def benchmark_bf16(self) -> None:
         self.out = self.kernel.sparse_attention(self.q, self.k, self.v, self.blocks, self.table, **self.lengths)
@@ -322,6 +339,7 @@ def main():
     parser.add_argument("--results", "--json", type=Path, help="results file to merge into")
     parser.add_argument("--cases", type=Path, help="weighted cases (decode_cases.json)")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--skip-table", action="store_true", help="only what --cases asks for")
     peers.add_option(parser)
     parser.add_argument("--seconds", type=float, default=400, help="start no new case after this time")
     options = parser.parse_args()
@@ -335,20 +353,22 @@ def main():
     print(f"{card}, torch {torch.__version__}, copy {bandwidth / 1000:.0f} GB/s", flush=True)
     print(f"peers: {', '.join(peers.importable()) or 'none importable'}", flush=True)
     rows, late = [], lambda: time.time() - STARTED > options.seconds
-    for dtype, heads, shapes in GRID:
+    for dtype, heads, shapes in () if options.skip_table else GRID:
         pool = Pool(dtype, heads, 18 if heads[1] == 4 and dtype == "bf16" else 9 if heads[1] == 4 else 4)
-        for batch, q_len, kind in shapes:
-            if late() or (options.quick and (batch, q_len) not in QUICK):
+        for batch, q_len, kind, *rest in shapes:
+            kv_len = rest[0] if rest else KV_LEN
+            if late() or (options.quick and (rest or (batch, q_len) not in QUICK)):
                 continue
-            name = f"{dtype} {heads[0]}/{heads[1]} B{batch} q{q_len} kv32768 {kind}"
-            plain = q_len == 1 and batch in (1, 16, 64)
-            case = (pool, name, [32768] * batch, q_len, kind, bandwidth, SPLITS, plain, options.peers)
+            name = f"{dtype} {heads[0]}/{heads[1]} B{batch} q{q_len} kv{kv_len} {kind}"
+            plain = q_len == 1 and batch in (1, 16, 64) and not rest
+            splits = SPLITS[:2] if rest else SPLITS
+            case = (pool, name, [kv_len] * batch, q_len, kind, bandwidth, splits, plain, options.peers)
             rows.append(measure(m3_sparse, operator, *case))
             print(f"[{time.time() - STARTED:.0f} s] {name}: {rows[-1]['cold']:.2f} us", flush=True)
         del pool
         torch.cuda.empty_cache()
     show(rows, bandwidth)
-    if options.results:
+    if options.results and rows:
         record(rows, options.results, bandwidth)
     if options.cases:
         means = weighted(m3_sparse, operator, options.cases, bandwidth, late)

@@ -1,35 +1,44 @@
 """Sparse prefill attention on one GPU: the default and every forced formulation, over length, selection and dtype.
 
     python benchmarks/benchmark_prefill.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
-        [--cases prefill_cases.json] [--end-to-end] [--sweep] [--skip-table] [--peers NAME ...] [--seconds 300]
+        [--cases prefill_cases.json] [--curve] [--end-to-end] [--sweep] [--skip-table] [--peers NAME ...] [--seconds 300]
 
 64/4 heads, pages of 128 at random places, causal, queries the last q_len tokens; selections and u(4) by selections.py.
 Protocol: a case is a CUDA graph of one call of the public function. Cold: the median over replays, each behind a write of
 256 MiB; warm: graphs of several calls one after the other. Rows of the first call are checked against float64. "limit" is
 the useful products at the tensor cores' dense rate of this card, measured in the same run by a matrix product.
---cases weighs the default over the cases of a file ({"cases": [{"query_lens", "final_kv_lens", "weight"}]}).
+--cases adds rows without batch and lengths: means by weight over the cases of a file ({"cases": [{"query_lens",
+"final_kv_lens", "weight"}]}), of the default and the peers, 4 replays a case; a peer that doesn't serve all of them gets
+no such row. --curve: the default and the peers over the length of the context, whole prompts and 4,096 new tokens,
+where the table's cases are not already.
 --end-to-end: selection and attention of a 131,072-token prompt, with the memory they take above inputs and outputs.
 --sweep: short queries, by every formulation: where torch-ext/launch/prefill.cpp puts its thresholds.
 Peers (peers.py) run on the same problems in the same run; their answers are compared with ours.
 """
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import definitions
 import peers
 import protocol
 import selections
-import torch
 
 DIM, BLOCK, TOPK, HEADS, KV_HEADS = 128, 128, 16, 64, 4
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 FORMULATIONS = ("union", "kv_stationary")
 KINDS = ("random", "correlated")
 CASES = [(8192, 8192), (32768, 32768), (8192, 131072), (4096, 131072), (512, 65536)]  # q_len, kv_len
+CURVE = [(n, n) for n in (4096, 8192, 16384, 32768, 65536)] + [(4096, n) for n in (32768, 65536, 131072)]
+WEIGHTED_REPLAYS = 4
 STARTED = time.time()
 FLUSH_BYTES = 256 << 20
 
@@ -62,7 +71,8 @@ class Case:
     def draw(self, kind):
         self.kind = kind
         self.ids = selections.batch(kind, KV_HEADS, self.q_lens, self.kv_lens)
-        self.u = selections.union(self.ids, 4) if len(self.q_lens) == 1 else None
+        unions = [(n, selections.union(ids, 4)) for n, ids in zip(self.q_lens, self.ids.split(self.q_lens)) if n >= 4]
+        self.u = sum(n * u for n, u in unions) / max(1, sum(n for n, _ in unions))  # by tokens
         starts = [kv - q for q, kv in zip(self.q_lens, self.kv_lens)]
         position = torch.cat([torch.arange(s, kv, device="cuda") for s, kv in zip(starts, self.kv_lens)])
         visible = (position[:, None, None] + 1 - self.ids.long() * BLOCK).clamp(max=BLOCK) * (self.ids >= 0)
@@ -115,7 +125,9 @@ def timed(call, flush, replays):
     """Milliseconds a call: (cold, warm)."""
     times = []
     graph = graph_of(call, 1)
-    for _ in range(replays + 1):
+    for done in range(replays + 1):
+        if done > protocol.LONG_REPLAYS and times[-1] > protocol.LONG / 1000:
+            break
         flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -134,13 +146,6 @@ def timed(call, flush, replays):
         end.synchronize()
         times.append(start.elapsed_time(end) / calls)
     return cold, statistics.median(times)
-
-
-def matmul_rate():
-    """TFLOP/s of a bf16 matrix product, 8,192 cubed."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    cold, _ = timed(lambda: torch.mm(a, a), torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda"), 5)
-    return 2 * 8192**3 / cold / 1e9
 
 
 def measure(m3_sparse, case, flush, formulations, replays=protocol.REPLAYS):
@@ -162,7 +167,7 @@ def measure(m3_sparse, case, flush, formulations, replays=protocol.REPLAYS):
     return result
 
 
-def measure_peers(case, flush, options):
+def measure_peers(case, flush, options, replays=protocol.REPLAYS):
     """[(name, (cold ms, warm ms))] of the peers on the case that was just run; `case.out` has our answer."""
 
     def run(peer):
@@ -171,7 +176,7 @@ def measure_peers(case, flush, options):
         call()
         torch.cuda.synchronize()
         peers.check_attention(peer.name, problem.out, case.out)
-        return timed(call, flush, protocol.REPLAYS)
+        return timed(call, flush, replays)
 
     return peers.each(peers.attention(case.k.dtype, prefill=True), options.peers, run)
 
@@ -180,48 +185,51 @@ def late(options):
     return time.time() - STARTED > options.seconds
 
 
-def table(m3_sparse, options, flush, rate):
+def rows_of(case, found, rate, **shape):
+    """[impl, (cold ms, warm ms)] as rows of one case; the limit is that of the products."""
+    key: ClassVar[dict] = {
+        "op": "prefill",
+        "dtype": case.dtype,
+        "heads": f"{HEADS}/{KV_HEADS}",
+        "page": BLOCK,
+        "selection": case.kind,
+    }
     rows = []
-    print(
-        "dtype | q / kv | selection | u(4) | default ms | TFLOP/s | % of limit | "
-        + " | ".join(FORMULATIONS)
-        + " | warm"
-    )
+    for impl, pair in found:
+        row = protocol.row(1, *(t * 1000 for t in pair), case.bytes, case.flops, **key, **shape, impl=impl)
+        rows.append({**row, "limit_ms": round(case.flops / rate / 1e9, 5), "u4": round(case.u, 3)})
+    return rows
+
+
+def table(m3_sparse, options, flush, rate, cases, formulations):
+    """Rows of the default, the forced formulations and the peers, written as they are measured."""
+    titles = ["dtype", "q / kv", "selection", "u(4)", "default ms", "TFLOP/s", "% of limit", *formulations, "warm"]
+    print("\n" + " | ".join(titles))
     for dtype in options.dtype or DTYPES:
-        for q_len, kv_len in CASES:
+        for q_len, kv_len in cases:
             if dtype == "fp8" and (q_len, kv_len) == (8192, 131072):
                 continue
             case = None
             for kind in KINDS:
                 if late(options):
-                    return rows
+                    return
                 if case is None:
                     case = Case(dtype, [q_len], [kv_len], kind)
                 else:
                     case.draw(kind)
-                found = measure(m3_sparse, case, flush, FORMULATIONS)
+                found = measure(m3_sparse, case, flush, formulations)
                 cold, warm = found[None]
-                cells = " | ".join(f"{found[f][0]:.3f}" if f in found else "-" for f in FORMULATIONS)
+                cells = [f"{found[f][0]:.3f}" if f in found else "-" for f in formulations]
                 useful = case.flops / cold / 1e9
-                print(
-                    f"{dtype} | {q_len} / {kv_len} | {kind} | {case.u:.2f} | {cold:.3f} | {useful:.0f} | "
-                    f"{100 * useful / rate:.0f} | {cells} | {warm:.3f}",
-                    flush=True,
-                )
-                key = {"dtype": dtype, "heads": "64/4", "batch": 1, "q_len": q_len, "kv_len": kv_len, "page": BLOCK}
-                named = [("ours", found[None]), *((f"ours, {f}", found[f]) for f in FORMULATIONS if f in found)]
+                place = [dtype, f"{q_len} / {kv_len}", kind, f"{case.u:.2f}", f"{cold:.3f}", f"{useful:.0f}"]
+                print(" | ".join([*place, f"{100 * useful / rate:.0f}", *cells, f"{warm:.3f}"]), flush=True)
+                named = [("ours", found[None]), *((f"ours, {f}", found[f]) for f in formulations if f in found)]
                 for name, (peer_cold, peer_warm) in (others := measure_peers(case, flush, options)):
                     print(f"    {name}: {peer_cold:.3f}, warm {peer_warm:.3f}", flush=True)
-                for impl, pair in [*named, *others]:
-                    times = [t * 1000 for t in pair]
-                    row = protocol.row(
-                        1, *times, case.bytes, case.flops, **key, op="prefill", impl=impl, selection=kind
-                    )
-                    row.update(limit_ms=round(case.flops / rate / 1e9, 5), u4=round(case.u, 3))
-                    rows.append(row)
+                rows = rows_of(case, [*named, *others], rate, batch=1, q_len=q_len, kv_len=kv_len)
+                protocol.merge_rows(options.results, rows)
             del case
             torch.cuda.empty_cache()
-    return rows
 
 
 def sweep(m3_sparse, options, flush):
@@ -239,27 +247,39 @@ def sweep(m3_sparse, options, flush):
                 print(f"{dtype} | {batch} x {q_len} / {kv_len} | {kind} | {cells}", flush=True)
 
 
-def weighted(m3_sparse, options, flush):
-    """One figure a dtype and selection: the mean of the default's time, by weight."""
-    cases = [c for c in json.loads(options.cases.read_text())["cases"] if c.get("selection") == "representative"]
+class Mean:
+    """What rows_of wants of a case, of the mean over many."""
+
+    def __init__(self, dtype, kind, size, flops, u):
+        self.dtype, self.kind, self.bytes, self.flops, self.u = dtype, kind, round(size), round(flops), u
+
+
+def weighted(m3_sparse, options, flush, rate):
+    """A row a dtype, selection and implementation: means by weight of the default's and the peers' time."""
+    cases = protocol.weighted_cases(options.cases)
     for dtype in options.dtype or DTYPES:
+        done = {kind: [] for kind in KINDS}
+        for i, c in enumerate(cases):
+            if late(options):
+                print(f"weighted {dtype}: out of time after {i} of {len(cases)} cases, no mean", flush=True)
+                return
+            case = Case(dtype, c["query_lens"], c["final_kv_lens"], KINDS[0])
+            for kind in KINDS:
+                if kind != case.kind:
+                    case.draw(kind)
+                found = {"ours": measure(m3_sparse, case, flush, (), WEIGHTED_REPLAYS)[None]}
+                found.update(measure_peers(case, flush, options, WEIGHTED_REPLAYS))
+                done[kind].append((c["weight"], found, (case.bytes, case.flops, case.u)))
+            del case
+            torch.cuda.empty_cache()
         for kind in KINDS:
-            total = weight = useful = 0.0
-            for i, c in enumerate(cases):
-                if late(options):
-                    print(f"weighted {dtype} {kind}: out of time after {i} of {len(cases)} cases, no mean", flush=True)
-                    return
-                case = Case(dtype, c["query_lens"], c["final_kv_lens"], kind)
-                ms = measure(m3_sparse, case, flush, (), 4)[None][0]
-                total, weight, useful = (
-                    total + c["weight"] * ms,
-                    weight + c["weight"],
-                    useful + c["weight"] * case.flops,
-                )
-                del case
-                torch.cuda.empty_cache()
-            print(f"weighted {dtype} {kind}: {total / max(weight, 1):.4f} ms over weight {weight:.0f}, "
-                  f"{useful / max(total, 1e-9) / 1e9:.0f} TFLOP/s", flush=True)  # fmt: skip
+            label = f"weighted {dtype} {kind}"
+            times, figures = protocol.weighted_means(label, done[kind])
+            mean = Mean(dtype, kind, *figures)
+            protocol.merge_rows(options.results, rows_of(mean, times.items(), rate))
+            cells = ", ".join(f"{impl} {pair[0]:.4f}" for impl, pair in times.items())
+            weight = sum(weight for weight, _, _ in done[kind])
+            print(f"{label}, ms over weight {weight:.0f}: {cells}; limit {mean.flops / rate / 1e9:.4f}", flush=True)
 
 
 def end_to_end(m3_sparse, dtype, tokens=131072):
@@ -297,10 +317,19 @@ def end_to_end(m3_sparse, dtype, tokens=131072):
 
 
 class SparsePrefill(protocol.Benchmark):
-    """A prompt of 512 tokens behind 1,536 cached ones: 64 query heads on 4 KV heads, 16 blocks of 128 each."""
+    """A prompt of 256 tokens behind 1,792 cached ones: 64 query heads on 4 KV heads, 16 blocks of 128 each."""
 
     seed = 0
-    q_len, length = 512, 2048
+    q_len, length = 256, 2048
+    key: ClassVar[dict] = {
+        "op": "prefill",
+        "heads": f"{HEADS}/{KV_HEADS}",
+        "batch": 1,
+        "q_len": q_len,
+        "kv_len": length,
+        "page": BLOCK,
+    }
+    key.update(selection="random")
 
     def make(self, dtype) -> None:
         self.q = torch.randn(self.q_len, HEADS, DIM, device=self.device).bfloat16()
@@ -309,6 +338,11 @@ class SparsePrefill(protocol.Benchmark):
         self.blocks = scores.topk(TOPK).indices.int()
         lengths = {"cu_seqlens_q": [0, self.q_len], "seqused_k": [self.length]}
         self.lengths = {name: torch.tensor(x, dtype=torch.int32, device=self.device) for name, x in lengths.items()}
+
+    def work(self):
+        """Of whole blocks: the last one of a row is cut by the mask."""
+        size = 2 * self.k.numel() * self.k.element_size() + 4 * self.q.numel()
+        return size, 4 * HEADS * DIM * self.q_len * TOPK * BLOCK
 
     def setup_bf16(self) -> None:
         self.make(torch.bfloat16)
@@ -334,6 +368,7 @@ def main():
     parser.add_argument("--cases", type=Path)
     parser.add_argument("--dtype", action="append", choices=list(DTYPES))
     parser.add_argument("--end-to-end", action="store_true")
+    parser.add_argument("--curve", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--skip-table", action="store_true", help="only what the other options ask for")
     peers.add_option(parser)
@@ -341,18 +376,18 @@ def main():
     options = parser.parse_args()
     m3_sparse = protocol.load(options.variant)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    rate = matmul_rate()
+    rate = protocol.matmul_rate()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16 matrix product {rate:.0f} TFLOP/s", flush=True
     )
     if not options.skip_table:
-        rows = table(m3_sparse, options, flush, rate)
-        if options.results:
-            protocol.merge_rows(options.results, rows)
+        table(m3_sparse, options, flush, rate, CASES, FORMULATIONS)
+    if options.curve:
+        table(m3_sparse, options, flush, rate, [case for case in CURVE if case not in CASES], ())
     if options.sweep:
         sweep(m3_sparse, options, flush)
     if options.cases:
-        weighted(m3_sparse, options, flush)
+        weighted(m3_sparse, options, flush, rate)
     if options.end_to_end:
         for dtype in options.dtype or DTYPES:
             end_to_end(m3_sparse, dtype)

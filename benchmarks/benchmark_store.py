@@ -11,12 +11,13 @@ first.
 import argparse
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import protocol  # noqa: E402
+import protocol
 
 TOKENS = (1, 16, 64, 256, 1024, 8192)
 HEADS = (4, 1)
@@ -60,6 +61,10 @@ class StoreKv(protocol.Benchmark):
 
     seed = 0
     tokens, pages, heads = 256, 32, 4
+    key: ClassVar[dict] = {"op": "store", "heads": str(heads), "batch": tokens, "q_len": 1, "page": PAGE}
+
+    def work(self):
+        return self.tokens * ((2 * self.heads + 1) * 128 * (2 + self.caches[0].element_size()) + 8), 0
 
     def make(self, dtype) -> None:
         shapes = [(self.heads, 128), (self.heads, 128), (128,)]

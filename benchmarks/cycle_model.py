@@ -218,7 +218,7 @@ def h200_problems():
             problems.append((row, "dense sm_90", decode(batch, heads[1], size)))
         elif op == "select" and q_len == 1 and batch >= 16 and batch * kv_len * size >= 1 << 20 and heads[0] == 4:
             problems.append((row, "dense sm_90", select_decode(kv_len, batch, size)))
-        elif op == "select" and q_len >= 4096 and heads[0] == 4 and row["impl"] == "ours":
+        elif op == "select" and q_len >= 4096 and q_len * kv_len > 1 << 25 and heads[0] == 4 and row["impl"] == "ours":
             fp8 = row["dtype"] == "fp8q"
             args = select(q_len, kv_len, heads[0], batch, 8 if fp8 else 16)
             problems.append((row, f"select {'fp8 ' if fp8 else ''}sm_90", args))

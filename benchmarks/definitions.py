@@ -6,12 +6,17 @@ For uniform batches of one query a request, every page of the table full; attent
 import torch
 
 
+def scores(index_q, index_k, table):
+    """The largest dot product of each row and head with the keys of each block, [requests, heads, blocks]."""
+    keys = index_k.float()[table.long()]  # [requests, blocks, 128, 128]
+    return torch.einsum("bhd,bnkd->bhnk", index_q.float(), keys).amax(-1)
+
+
 def selection(index_q, index_k, table, topk):
     """The newest block and the topk - 1 best others of each row and head, ascending."""
-    keys = index_k.float()[table.long()]  # [requests, blocks, 128, 128]
-    scores = torch.einsum("bhd,bnkd->bhnk", index_q.float(), keys).amax(-1)
-    scores[..., -1] = torch.inf
-    return scores.topk(topk).indices.sort().values.int()
+    best = scores(index_q, index_k, table)
+    best[..., -1] = torch.inf
+    return best.topk(topk).indices.sort().values.int()
 
 
 def attention(q, k, v, table, ids, start=None):

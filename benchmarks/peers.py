@@ -3,11 +3,13 @@
     flashinfer-cake  FlashInfer's SM90 programs, called below its public checks: attention (e4m3 caches), scores, top-k
     flashinfer-cute  its CuTe-DSL kernels of the same: e4m3 scores in decode, attention in prefill
     vllm-triton      vLLM's Triton kernels for MiniMax-M3
+    flash-attn-4     its own forward over paged caches, for dense_attention
 
-Both want K and V as the halves of one cache [pages, heads, 128, 256] and the selection head by head: `Paged`. Each
+The first three want K and V as the halves of one cache [pages, heads, 128, 256] and the selection head by head: `Paged`. Each
 `prepare` does what a caller does once (other layouts, workspace) and returns the call to be timed. FlashInfer scores
-with queries in the dtype of the cache: e4m3 queries for an e4m3 cache, vLLM and ours bf16. Where it has no SM90 program
-for a top-k, its CuTe-DSL kernel follows the scores.
+with queries in the dtype of the cache: e4m3 queries for an e4m3 cache, vLLM and ours bf16 (a prefill's rows with e4m3
+queries are its, those with bf16 queries vLLM's). Where it has no SM90 program for a top-k, its CuTe-DSL kernel follows
+the scores.
 """
 
 import functools
@@ -76,9 +78,19 @@ def _vllm():
     return index_topk, sparse_attn
 
 
+def _flash_attention():
+    """flash-attn-4's public function; what it raises without a CUDA toolkit's parts is a reason to leave it out too."""
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except (ImportError, OSError, RuntimeError):
+        return None
+    return flash_attn_varlen_func if torch.cuda.is_available() else None
+
+
 def importable():
     """Names of the peers found here."""
     found = {
+        "flash-attn-4": _flash_attention(),
         "flashinfer-cake": _flashinfer(),
         "flashinfer-cute": _cute("proxy_score_decode_sm90"),
         "vllm-triton": _vllm()[0],
@@ -151,10 +163,12 @@ def selection(key_dtype):
     return found
 
 
-def _candidates(used, q_len):
+def _candidates(cu_seqlens, used, tokens):
     """Blocks that each row sees, int32 [T]."""
-    end = used[:, None] - q_len + torch.arange(1, q_len + 1, device=used.device, dtype=torch.int32)
-    return ((end.flatten() + BLOCK - 1) // BLOCK).int()
+    row = torch.arange(tokens, dtype=torch.int32, device=used.device)
+    request = torch.bucketize(row, cu_seqlens[1:], right=True)
+    end = used[request] - cu_seqlens[request + 1] + row + 1
+    return ((end + BLOCK - 1) // BLOCK).int()
 
 
 def _flashinfer_scores(index_q, index_k, table, used, q_len):
@@ -180,17 +194,22 @@ def _cute_scores(index_q, index_k, table, used, q_len):
 
 
 def _flashinfer_selection(prepare_scores, index_q, index_k, table, used, q_len):
-    cake, cute = _flashinfer(), _cute("topk_select_sm90")
-    tokens, heads, _ = index_q.shape
-    shape = {"num_heads": heads, "tiles": table.shape[1], "total_q": tokens}
-    sms = torch.cuda.get_device_properties(index_q.device).multi_processor_count
     score, query = prepare_scores(index_q, index_k, table, used, q_len)
-    seen = _candidates(used, q_len)
-    ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=index_q.device)
+    cu_seqlens = torch.arange(used.numel() + 1, dtype=torch.int32, device=used.device) * q_len
+    return _flashinfer_top_k(score, query, table, _candidates(cu_seqlens, used, index_q.shape[0])), query
+
+
+def _flashinfer_top_k(score, query, table, seen):
+    """The call that selects from the scores which `score` writes."""
+    cake, cute = _flashinfer(), _cute("topk_select_sm90")
+    tokens, heads, _ = query.shape
+    shape = {"num_heads": heads, "tiles": table.shape[1], "total_q": tokens}
+    sms = torch.cuda.get_device_properties(query.device).multi_processor_count
+    ids = torch.empty(tokens, heads, TOPK, dtype=torch.int32, device=query.device)
     if cake.topk_route_available(**shape, num_sms=sms, masked=True, nvp=True):
         select = lambda scores: cake.hopper_msa_topk_select(scores, TOPK, ids, num_valid_pages=seen, force_end_blocks=1)
     elif cute:
-        heads_first = torch.empty(heads, tokens, TOPK, dtype=torch.int32, device=index_q.device)
+        heads_first = torch.empty(heads, tokens, TOPK, dtype=torch.int32, device=query.device)
         ids = heads_first.transpose(0, 1)
         select = lambda scores: cute.run(scores, None, None, heads_first, seen, 0, 1)
     else:
@@ -200,7 +219,7 @@ def _flashinfer_selection(prepare_scores, index_q, index_k, table, used, q_len):
         select(score().permute(1, 2, 0))  # as they were written: [heads, blocks, T]
         return ids
 
-    return call, query
+    return call
 
 
 def _vllm_selection(index_q, index_k, table, used, q_len):
@@ -210,34 +229,63 @@ def _vllm_selection(index_q, index_k, table, used, q_len):
     return call, index_q
 
 
-# ---- scores in prefill: prepare(index_q, index_k, table, cu_seqlens, used, q_len) -> (call, queries as it sees them)
-# The call returns the scores [T, heads, blocks]; a block that a row doesn't see may hold anything.
+# ---- selection in prefill: prepare(index_q, index_k, table, cu_seqlens, used, q_len) -> (call, queries as it sees them)
+# q_len is that of the longest request; what the call returns is as in decode. In scores, a block that a row doesn't see
+# may hold anything.
 
 
-def prefill_scores(key_dtype):
+def prefill_selection(query_dtype, key_dtype):
     found = []
-    if key_dtype == torch.float8_e4m3fn and _flashinfer():
+    if query_dtype == key_dtype == torch.float8_e4m3fn and _flashinfer():
+        found.append(Peer("flashinfer-cake", _flashinfer_prefill_selection))
         found.append(Peer("flashinfer-cake score", _flashinfer_prefill_scores))
-    if _vllm()[0]:
-        found.append(Peer("vllm-triton score", _vllm_prefill_scores))
+    if query_dtype == torch.bfloat16 and _vllm()[0]:
+        found.append(Peer("vllm-triton", _vllm_prefill_selection))
     return found
 
 
 def _flashinfer_prefill_scores(index_q, index_k, table, cu_seqlens, used, q_len):
     run = _flashinfer().hopper_msa_proxy_score_prefill
-    query, keys = index_q.to(index_k.dtype), index_k[:, None]
+    keys = index_k[:, None]
     scores = torch.empty(index_q.shape[1], table.shape[1], index_q.shape[0], device=index_q.device)
     options = {"page_table": table, "seqused_k": used, "per_head": scores, "batch_size": used.numel()}
-    call = lambda: run(query, keys, cu_seqlens, max_seqlen_q=q_len, **options).permute(2, 0, 1)
-    return call, query.to(index_q.dtype)
+    call = lambda: run(index_q, keys, cu_seqlens, max_seqlen_q=q_len, **options).permute(2, 0, 1)
+    return call, index_q
 
 
-def _vllm_prefill_scores(index_q, index_k, table, cu_seqlens, used, q_len):
-    run = _vllm()[0].minimax_m3_index_score
+def _flashinfer_prefill_selection(index_q, index_k, table, cu_seqlens, used, q_len):
+    score, query = _flashinfer_prefill_scores(index_q, index_k, table, cu_seqlens, used, q_len)
+    return _flashinfer_top_k(score, query, table, _candidates(cu_seqlens, used, index_q.shape[0])), query
+
+
+def _vllm_prefill_selection(index_q, index_k, table, cu_seqlens, used, q_len):
+    ops = _vllm()[0]
     heads, longest, before = index_q.shape[1], table.shape[1] * BLOCK, used - cu_seqlens.diff()
-    blocks = table.shape[1]
-    call = lambda: run(index_q, index_k, table, cu_seqlens, used, before, q_len, longest, heads)
-    return lambda: call()[..., :blocks].transpose(0, 1), index_q
+
+    def call():
+        scores = ops.minimax_m3_index_score(index_q, index_k, table, cu_seqlens, used, before, q_len, longest, heads)
+        return ops.minimax_m3_index_topk(scores, cu_seqlens, before, q_len, TOPK, 0, 1).transpose(0, 1)
+
+    return call, index_q
+
+
+# ---- dense attention: prepare(q, k_cache, v_cache, table, cu_seqlens, used, causal) -> call, which returns (out, lse)
+
+
+def dense(dtype):
+    return [Peer("flash-attn-4", _flash_attention_dense)] if dtype != torch.float32 and _flash_attention() else []
+
+
+def _flash_attention_dense(q, k, v, table, cu_seqlens, used, causal):
+    """Caches in memory as [page, token, head, 128]: as theirs. Its LSE is [heads, T]."""
+    run, caches = _flash_attention(), [x.transpose(1, 2) for x in (k, v)]
+    options = {"cu_seqlens_q": cu_seqlens, "seqused_k": used, "page_table": table, "causal": causal}
+
+    def call():
+        out, lse = run(q, *caches, **options, return_lse=True)[:2]
+        return out, lse.transpose(0, 1)
+
+    return call
 
 
 # ---- checks and timing
@@ -275,6 +323,6 @@ def each(found, chosen, run):
             continue
         try:
             results.append((peer.name, run(peer)))
-        except Exception as error:  # a peer's failure must not end our run
+        except Exception as error:  # noqa: BLE001  a peer's failure must not end our run
             print(f"{peer.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return results

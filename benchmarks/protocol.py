@@ -1,8 +1,8 @@
 """How every benchmark here times a call, and where its rows go.
 
 A case is one CUDA graph of calls over input sets that together exceed twice the L2 ("cold"), or of one input set again
-and again ("warm"); the figure is the median over replays of (graph time / calls). The limit is bytes over the copy
-bandwidth (read + written) measured in the same run.
+and again ("warm"); the figure is the median over 25 replays of (graph time / calls), 9 where a call takes more than 5 ms.
+The limit is bytes over the copy bandwidth (read + written) measured in the same run.
 """
 
 import datetime
@@ -23,7 +23,9 @@ COLD_BYTES = 120 << 20  # twice the L2 of an H200 and more
 MOST_SETS = 512
 LEAST_CALLS, SHORT_GRAPH = 16, 500  # calls in a graph of fewer microseconds
 REPLAYS = 25
-KEY = ("op", "impl", "dtype", "heads", "batch", "q_len", "kv_len", "selection", "page")
+LONG, LONG_REPLAYS = 5000, 9  # microseconds of a call, from which on fewer replays do
+WARM_US = 100_000  # of a graph of warm calls, at most
+KEY = ("op", "impl", "dtype", "heads", "batch", "q_len", "kv_len", "selection", "page", "device", "backend")
 
 
 def load(variant):
@@ -55,31 +57,62 @@ def graph_time(call, input_sets, replays=REPLAYS):
     for inputs in input_sets[:2]:
         call(*inputs)
     total = statistics.median(_replay(call, input_sets, 3))
-    if total < SHORT_GRAPH and len(input_sets) < LEAST_CALLS:
-        input_sets = input_sets * -(-LEAST_CALLS // len(input_sets))
+    if total > LONG * len(input_sets):
+        replays = min(replays, LONG_REPLAYS)
+    input_sets = _lengthened(input_sets, total)
     return statistics.median(_replay(call, input_sets, replays)) / len(input_sets)
+
+
+def _lengthened(input_sets, total):
+    """The sets several times where a graph of them takes only `total` microseconds."""
+    short = total < SHORT_GRAPH and len(input_sets) < LEAST_CALLS
+    return input_sets * -(-LEAST_CALLS // len(input_sets)) if short else input_sets
 
 
 def _replay(call, input_sets, replays):
     """Microseconds of each replay of a graph of these calls."""
+    graph = _graph(call, input_sets)
+    return [_time(graph) for _ in range(replays + 3)][3:]
+
+
+def _graph(call, input_sets):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for inputs in input_sets:
             call(*inputs)
-    times = []
-    for _ in range(replays + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return times[3:]
+    return graph
+
+
+def _time(graph):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000
 
 
 def cold_and_warm(call, input_sets):
-    return graph_time(call, input_sets), graph_time(call, input_sets[:1] * max(20, min(100, len(input_sets))))
+    cold = graph_time(call, input_sets)
+    calls = min(max(20, min(100, len(input_sets))), max(3, int(WARM_US / cold)))
+    return cold, graph_time(call, input_sets[:1] * calls)
+
+
+def in_turns(calls, input_sets, rounds=REPLAYS):
+    """Median microseconds a call of each of `calls`: a graph each over the input sets, replayed in turns, every other
+    round backwards, so that neither the card's temperature nor the order favours one."""
+    for call in calls:
+        for inputs in input_sets[:2]:
+            call(*inputs)
+    input_sets = _lengthened(input_sets, statistics.median(_replay(calls[0], input_sets, 3)))
+    graphs = [_graph(call, input_sets) for call in calls]
+    times = [[] for _ in calls]
+    for i in range(rounds + 2):
+        order = range(len(calls)) if i % 2 else reversed(range(len(calls)))
+        for which in order:
+            times[which].append(_time(graphs[which]))
+    return [statistics.median(t[2:]) / len(input_sets) for t in times]
 
 
 def copy_bandwidth():
@@ -97,10 +130,26 @@ def copy_bandwidth():
     return 2 * source.numel() * 4 / statistics.median(times) / 1e6
 
 
+def matmul_rate():
+    """TFLOP/s of cuBLAS, bf16, 8192^3: the median of 5, each behind a write of 256 MiB. In a row they are slower, the card
+    then lowers its clock, and that would be no limit for a call by itself."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out, flush = torch.empty_like(a), torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    torch.mm(a, a, out=out)
+    graph, times = _graph(lambda: torch.mm(a, a, out=out), [()]), []
+    for _ in range(6):
+        flush.zero_()
+        times.append(_time(graph))
+    return 2 * 8192**3 / statistics.median(times[1:]) / 1e6
+
+
 def row(bandwidth, cold, warm, size, flops, **key):
-    """One result; `key` are the fields of KEY, times in microseconds."""
+    """One result; `key` are the fields of KEY, times in microseconds. Device and backend are the GPU and "aot" (None for
+    peers) unless given, so that figures of another device or backend are other rows."""
+    where = {"device": torch.cuda.get_device_name()} if "device" not in key else {}
+    where["backend"] = "aot" if key["impl"].startswith("ours") else None
     return {
-        **{name: key.get(name) for name in KEY},
+        **{name: {**where, **key}.get(name) for name in KEY},
         "ms_cold": round(cold / 1000, 5),
         "ms_warm": round(warm / 1000, 5),
         "limit_ms": round(size / bandwidth / 1e6, 7),
@@ -111,14 +160,41 @@ def row(bandwidth, cold, warm, size, flops, **key):
     }
 
 
+def weighted_means(label, done):
+    """Of [(weight, {impl: (cold, warm)}, figures)], a list of cases: ({impl: means}, means of the figures). An
+    implementation that didn't serve every case has no mean."""
+    total = sum(weight for weight, _, _ in done)
+
+    def mean(values):
+        return sum(weight * value for (weight, _, _), value in zip(done, values)) / total
+
+    times = {}
+    for impl in {name: None for _, found, _ in done for name in found}:
+        pairs = [found.get(impl) for _, found, _ in done]
+        if None in pairs:
+            print(f"{label}: {impl} served {len(pairs) - pairs.count(None)} of {len(pairs)} cases, no mean", flush=True)
+        else:
+            times[impl] = tuple(mean(column) for column in zip(*pairs))
+    return times, [mean(column) for column in zip(*(figures for _, _, figures in done))]
+
+
+def weighted_cases(path):
+    """The cases of a file that have a weight."""
+    return [case for case in json.loads(path.read_text())["cases"] if case.get("selection") == "representative"]
+
+
 def merge_rows(path, rows):
-    """Rows replace those of the same key in the file and are added otherwise."""
+    """Rows replace those of the same key in the file and are added otherwise. Without a path, nothing."""
+    if path is None:
+        return
     old = json.loads(path.read_text()) if path.exists() else []
     merged = {tuple(r[name] for name in KEY): r for r in old}
     merged.update({tuple(r[name] for name in KEY): r for r in rows})
     path.parent.mkdir(parents=True, exist_ok=True)
     text = ",\n".join(json.dumps(merged[key]) for key in sorted(merged, key=lambda k: tuple(map(str, k))))
-    path.write_text("[\n" + text + "\n]\n")
+    whole = path.with_name(path.name + ".part")  # an interruption leaves the old file
+    whole.write_text("[\n" + text + "\n]\n")
+    whole.replace(path)
 
 
 def print_table(rows, columns, bandwidth):

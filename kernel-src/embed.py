@@ -44,7 +44,7 @@ def header(index):
             block = ", ".join(map(str, m["block"]))
             rows.append(
                 f'    {{{number}, {capability(m["arch"])}, "{m["entry"]}", {m["name"]}_data, {m["name"]}_params, '
-                f"{len(m['params'])}, {{{block}}}, {m['dynamic_smem']}}},"
+                f'{len(m["params"])}, {{{block}}}, {m["dynamic_smem"]}, "{m["kernel"]}"}},'
             )
             number += 1
         lines += [f"constexpr Image {program}[] = {{", *rows, "};"]

@@ -55,8 +55,8 @@ def is_current(out, kernel_file, arch, digest):
     return all((out / f"{name}.{kind}").exists() for name in record["programs"] for kind in ("cubin", "ptx", "json"))
 
 
-def compile_file(out, kernel_file, arch, digest):
-    """Compile the programs of one kernel file for one architecture; runs in a process of its own."""
+def compile_file(out, kernel_file, arch, digest, only=None):
+    """Compile the programs of one kernel file for one architecture, or one of them; runs in a process of its own."""
     with tempfile.TemporaryDirectory() as dump:
         # The artifacts are kept only if the dump folder exists; without it the DSL hands out path strings instead.
         os.environ.update(CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP="ir,ptx,cubin", CUTE_DSL_DUMP_DIR=dump)
@@ -67,6 +67,8 @@ def compile_file(out, kernel_file, arch, digest):
         names = []
         for program in module.programs():
             name = f"{program.name}_{arch.replace('_', '')}"
+            if only not in (None, name):
+                continue
             # The default entry name mangles all argument types and is cut at 180 characters.
             program.kernel.kernel.set_name_prefix(f"m3s_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
             compiled = cute.compile(program.kernel.entry, *program.example, make_fake_stream())
@@ -79,6 +81,8 @@ def compile_file(out, kernel_file, arch, digest):
             (out / f"{name}.ptx").write_text(artifacts.PTX)
             (out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
             names.append(name)
+    if only is not None:
+        return
     stamp = out / "stamps" / f"{kernel_file.stem}_{arch}.json"
     stamp.write_text(json.dumps({"digest": digest, "programs": names}))
 
@@ -106,6 +110,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("build/kernels"))
     parser.add_argument("--arch", action="append", choices=sorted({a for archs in ARCHS.values() for a in archs}))
     parser.add_argument("--only", action="append", help="stem of a kernel file")
+    parser.add_argument("--program", help="compile this one alone, into --out; takes one --only and one --arch")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--worker", nargs=3, metavar=("FILE", "ARCH", "DIGEST"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -113,6 +118,11 @@ def main():
     if options.worker:
         kernel_file, arch, digest = options.worker
         return compile_file(options.out, Path(kernel_file), arch, digest)
+
+    if options.program:
+        (arch,), (stem,) = options.arch, options.only
+        (kernel_file,) = [p for p in kernel_files() if p.stem == stem and arch in ARCHS[p.parent.name]]
+        return compile_file(options.out, kernel_file, arch, None, only=options.program)
 
     work = []
     for kernel_file in kernel_files():

@@ -6,7 +6,6 @@ pages, the rest of a last page, gaps between strided pages, left pads) are poiso
 """
 
 import dataclasses
-import typing
 
 import torch
 
@@ -30,8 +29,8 @@ class Case:
     cu_seqlens_q: torch.Tensor
     seqused_k: torch.Tensor
     ids: torch.Tensor
-    k_scale: typing.Optional[torch.Tensor]
-    v_scale: typing.Optional[torch.Tensor]
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     q_lens: list
     kv_lens: list
     page: int
@@ -77,7 +76,11 @@ def values(shape, kind, dtype, gen):
 
 
 def filled(shape, dtype, poison):
-    """A tensor of the given poison: "nan", "zero" or "inf" (the largest value where the format has no infinity)."""
+    """A tensor of the given poison: "nan", "zero", "inf" (the largest value where the format has no infinity) or "ones"
+    (all bits one: another NaN).
+    """
+    if poison == "ones":
+        return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
     if dtype in FP8:
         byte = {"nan": 127, "zero": 0, "inf": 124 if dtype == torch.float8_e5m2 else 126}[poison]
         return torch.full(shape, byte, dtype=torch.uint8).view(dtype)

@@ -2,6 +2,7 @@
 
 import importlib.abc
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import build  # noqa: E402
 import cuda_extension  # noqa: E402
+import property_settings  # noqa: E402
 from project import load_project  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -51,6 +53,23 @@ def pytest_addoption(parser):
         "--faults", action="store_true", help="break the large programs too (tests/test_emulated_faults.py)"
     )
     parser.addoption(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="property tests: draw N examples of all operations together (default: a few hundred)",
+    )
+    parser.addoption(
+        "--property-seed", type=int, metavar="S", help="property tests: other draws than the ones that never change"
+    )
+    parser.addoption(
+        "--as-drawn", action="store_true", help="property tests: don't shrink what fails, which takes minutes"
+    )
+    parser.addoption("--property-figures", metavar="FOLDER", help="property tests: write what was seen as JSON files")
+    parser.addoption(
+        "--problems", type=int, default=0, metavar="N", help="memory safety: this many problems of each kind"
+    )
+    parser.addoption("--figures", metavar="FILE", help="memory safety: what ran, added to this JSON file")
+    parser.addoption(
         "--device",
         default="sm_90",
         metavar="ARCHITECTURE",
@@ -64,6 +83,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; every test below tests/gpu/ is one")
     config.addinivalue_line("markers", "emulated: runs shipped programs in the PTX emulator")
     config.addinivalue_line("markers", "kernels_ci: quick test that the kernels community's CI may run")
+    property_settings.configure(
+        *map(config.getoption, ("--examples", "--property-seed", "--property-figures", "--as-drawn"))
+    )
     folder = config.getoption("--variant")
     if folder and not (Path(folder) / "__init__.py").exists():
         raise pytest.UsageError(f"--variant expects a built variant, but {folder} holds no __init__.py")
@@ -99,13 +121,28 @@ def variant_folder():
 @pytest.fixture(scope="session")
 def emulation(tmp_path_factory, variant_folder, pytestconfig):
     """The package's operators on the emulator; see ptx_emulator/session.py."""
-    import m3_sparse
     from ptx_emulator.session import Emulation
+
+    import m3_sparse
 
     kernels = variant_folder.parent / "kernels"
     made = Emulation(tmp_path_factory.mktemp("driver"), kernels, pytestconfig.getoption("--device"))
     made.install(m3_sparse)
     return made
+
+
+@pytest.fixture
+def figures(pytestconfig):
+    """`figures(name, facts)` keeps facts for the tables of docs/ where --figures asks for them."""
+
+    def keep(name, **facts):
+        path = pytestconfig.getoption("--figures")
+        if path:
+            file = Path(path)
+            known = json.loads(file.read_text()) if file.exists() else {}
+            file.write_text(json.dumps({**known, name: facts}, indent=1, sort_keys=True) + "\n")
+
+    return keep
 
 
 @pytest.fixture(scope="session")

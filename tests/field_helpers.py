@@ -6,16 +6,18 @@ Cases are built, and judged by the oracle, on the CPU; a call moves them to the 
 import dataclasses
 
 import cases
-import m3_sparse
 import oracle
 import torch
+
+import m3_sparse
 
 BF16, INF = torch.bfloat16, float("inf")
 GROUP16 = (16, 1)  # heads that every formulation takes
 
 
-def moved(case, device):
-    """The case on a device: each distinct buffer once, its views laid over the copy with the same strides."""
+def mover(device):
+    """A function that moves tensors to a device: each distinct buffer once, its views laid over the copy with the same
+    strides."""
     buffers = {}
 
     def move(x):
@@ -28,6 +30,12 @@ def moved(case, device):
         view = torch.empty(0, dtype=x.dtype, device=device)
         return view.set_(buffers[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())
 
+    return move
+
+
+def moved(case, device):
+    """The case on a device."""
+    move = mover(device)
     return dataclasses.replace(case, **{f.name: move(getattr(case, f.name)) for f in dataclasses.fields(case)})
 
 

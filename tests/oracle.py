@@ -5,7 +5,9 @@ so that each line can be compared with a sentence of the contract; a byte that t
 never touched here, whatever it holds. Everything is torch float64, so gradients can be taken through the attentions.
 """
 
+import itertools
 import math
+import typing
 
 import numpy as np
 import torch
@@ -65,17 +67,22 @@ def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k
     return _score_rows(index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, best)
 
 
+def score_sizes(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k):
+    """max over visible t of sum |iq * ik|, per row, head and block, of the finite dot products; 0 where there is none."""
+
+    def largest(query, keys):
+        sizes = query.abs() @ keys.nan_to_num(0, 0, 0).abs().T
+        return torch.where((query @ keys.T).isfinite(), sizes, 0).amax(1)
+
+    sizes = _score_rows(index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, largest)
+    return sizes.clamp_min(0)
+
+
 def score_epsilon(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k):
     """2**-16 * max over visible t of sum |iq * ik|, per row and head: how far two scores may be apart in a swap."""
-    magnitude = _score_rows(
-        index_q.double().abs(),
-        index_k_cache.double().abs(),
-        block_table,
-        cu_seqlens_q,
-        seqused_k,
-        lambda query, keys: (query @ keys.T).amax(1),
-    )
-    return magnitude.amax(-1).clamp_min(0) * 2.0**-16
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
+    sizes = score_sizes(index_q, index_k_cache, block_table, **lengths)
+    return (torch.nn.functional.pad(sizes, (1, 0)).amax(-1)) * 2.0**-16
 
 
 def candidates(cu_seqlens_q, seqused_k, block_table, page, total_q):
@@ -118,7 +125,7 @@ def check_selection(got, scores, epsilon, counts, topk=16, local=1, init=0):
             chosen = [b for b in ids if b != -1]
             at = f"row {i} head {h}: {ids}, oracle {want[i, h].tolist()}"
             assert len(chosen) == min(topk, n) and ids[len(chosen) :] == [-1] * (topk - len(chosen)), at
-            assert all(a < b for a, b in zip(chosen, chosen[1:])) and all(0 <= b < n for b in chosen), at
+            assert all(a < b for a, b in itertools.pairwise(chosen)) and all(0 <= b < n for b in chosen), at
             assert forced <= set(chosen), at
             wanted = set(want[i, h].tolist()) - {-1}
             row = scores[i, h].tolist()
@@ -139,6 +146,16 @@ def _scale_of(scale, head):
     return flat[head if flat.numel() > 1 else 0]
 
 
+class Attended(typing.NamedTuple):
+    """The exact result, and the sizes of what was added up, by which an error is judged (property_bounds.py)."""
+
+    out: torch.Tensor  # [T, Hq, 128]
+    lse: torch.Tensor  # [T, Hq]
+    weighed: torch.Tensor  # sum of p |v|, like out
+    mass: torch.Tensor  # sum of |v| over what the row sees, like out
+    reach: torch.Tensor  # max over what the row sees of |softmax_scale| sum |q k|, like lse; 0 for an empty row
+
+
 def _attention(
     q, k_cache, v_cache, rows_to_blocks, block_table, cu_seqlens_q, seqused_k, softmax_scale, causal, k_scale, v_scale
 ):
@@ -146,8 +163,9 @@ def _attention(
     kv_heads, page = k_cache.shape[1], k_cache.shape[2]
     group = q_heads // kv_heads
     softmax_scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
-    empty = torch.zeros(dim, dtype=torch.float64), torch.tensor(-INF, dtype=torch.float64)
-    answer = [[empty] * q_heads for _ in range(total_q)]
+    none = torch.zeros(group, dim, dtype=torch.float64), torch.zeros(group, dtype=torch.float64)
+    empty = Attended(none[0], none[1] - INF, none[0], none[0], none[1])
+    answer = [[empty] * kv_heads for _ in range(total_q)]
     for b, start, q_len, kv_len in requests(cu_seqlens_q, seqused_k, block_table, page):
         table_row = block_table[b].tolist()
         for i in range(q_len):
@@ -161,16 +179,20 @@ def _attention(
                     continue
                 keys = torch.cat(keys) * _scale_of(k_scale, kv_head)
                 values = torch.cat(values) * _scale_of(v_scale, kv_head)
-                for head in range(kv_head * group, (kv_head + 1) * group):
-                    logits = keys @ q[row, head].double() * softmax_scale
-                    lse = torch.logsumexp(logits, 0)
-                    answer[row][head] = torch.exp(logits - lse) @ values, lse
+                query = q[row, kv_head * group : (kv_head + 1) * group].double()
+                logits = query @ keys.T * softmax_scale
+                lse = torch.logsumexp(logits, 1)
+                weight = torch.exp(logits - lse[:, None])
+                with torch.no_grad():
+                    size = values.abs()
+                    reach = (query.abs() @ keys.abs().T).amax(1) * abs(softmax_scale)
+                    sizes = weight @ size, size.sum(0).expand(group, dim), reach
+                answer[row][kv_head] = Attended(weight @ values, lse, *sizes)
     if total_q * q_heads == 0:
-        return torch.zeros(total_q, q_heads, dim, dtype=torch.float64), torch.zeros(
-            total_q, q_heads, dtype=torch.float64
-        )
-    out = torch.stack([torch.stack([o for o, _ in heads]) for heads in answer])
-    return out, torch.stack([torch.stack([lse for _, lse in heads]) for heads in answer])
+        wide, narrow = torch.zeros(total_q, q_heads, dim).double(), torch.zeros(total_q, q_heads).double()
+        return Attended(wide, narrow, wide, wide, narrow)
+    rows = [Attended(*(torch.cat(heads) for heads in zip(*row))) for row in answer]
+    return Attended(*(torch.stack(field) for field in zip(*rows)))
 
 
 def sparse_attention(
@@ -186,10 +208,12 @@ def sparse_attention(
     causal=True,
     k_scale=None,
     v_scale=None,
+    sizes=False,
 ):
-    """Softmax over the union of the visible tokens of exactly the given blocks -> (out, lse), both float64."""
+    """Softmax over the union of the visible tokens of exactly the given blocks -> (out, lse), both float64; with
+    `sizes` all of Attended."""
     ids = block_indices.tolist()
-    return _attention(
+    found = _attention(
         q,
         k_cache,
         v_cache,
@@ -202,6 +226,7 @@ def sparse_attention(
         k_scale,
         v_scale,
     )
+    return found if sizes else found[:2]
 
 
 def dense_attention(
@@ -216,9 +241,10 @@ def dense_attention(
     causal=True,
     k_scale=None,
     v_scale=None,
+    sizes=False,
 ):
     """The same over every block."""
-    return _attention(
+    found = _attention(
         q,
         k_cache,
         v_cache,
@@ -231,13 +257,17 @@ def dense_attention(
         k_scale,
         v_scale,
     )
+    return found if sizes else found[:2]
 
 
-def merge_states(outs, lses):
-    """[N,T,H,D], [N,T,H] -> (out, lse): weights exp(lse_n - L); a state of lse -inf contributes nothing, NaN or not."""
+def merge_states(outs, lses, sizes=False):
+    """[N,T,H,D], [N,T,H] -> (out, lse): weights exp(lse_n - L); a state of lse -inf contributes nothing, NaN or not.
+    With `sizes` all of Attended, where the states take the place of tokens, and |lse_n - L| that of |q k|."""
     parts, rows, heads, dim = outs.shape
     out = torch.zeros(rows, heads, dim, dtype=torch.float64)
+    weighed, mass = torch.zeros_like(out), torch.zeros_like(out)
     lse = torch.full((rows, heads), -INF, dtype=torch.float64)
+    reach = torch.zeros_like(lse)
     for t in range(rows):
         for h in range(heads):
             alive = [n for n in range(parts) if lses[n, t, h].item() != -INF]
@@ -245,10 +275,13 @@ def merge_states(outs, lses):
                 continue
             logs = lses[alive, t, h].double()
             lse[t, h] = torch.logsumexp(logs, 0)
-            out[t, h] = torch.softmax(logs, 0) @ outs[alive, t, h].double()
+            states = outs[alive, t, h].double()
+            out[t, h] = torch.softmax(logs, 0) @ states
+            weighed[t, h], mass[t, h] = torch.softmax(logs, 0) @ states.abs(), states.abs().sum(0)
+            reach[t, h] = (logs - lse[t, h]).abs().amax()
             if not math.isfinite(lse[t, h].item()):
                 out[t, h] = lse[t, h] = math.nan
-    return out, lse
+    return Attended(out, lse, weighed, mass, reach) if sizes else (out, lse)
 
 
 # -------------------------------------------------------------------------------------------------------------- cache
@@ -279,17 +312,14 @@ def fp8_encode(x, scale, dtype):
     positive = values[:127] if dtype == torch.float8_e4m3fn else values[:124]
     with np.errstate(over="ignore"):
         scaled = x.float().numpy() / np.float32(scale)
-    codes = np.empty(scaled.shape, dtype=np.uint8)
-    for at, value in np.ndenumerate(scaled):
-        if math.isnan(value):
-            codes[at] = 127
-            continue
-        magnitude = min(abs(float(value)), positive[-1])
-        above = int(np.searchsorted(positive, magnitude))
-        below = max(above - 1, 0)
-        up, down = positive[above] - magnitude, magnitude - positive[below]
-        code = above if up < down or (up == down and above % 2 == 0) else below
-        codes[at] = code | (128 if math.copysign(1, value) < 0 else 0)
+    magnitude = np.minimum(np.abs(scaled.astype(np.float64)), positive[-1])
+    above = np.searchsorted(positive, np.where(np.isnan(magnitude), 0, magnitude))
+    below = np.maximum(above - 1, 0)
+    up, down = positive[above] - magnitude, magnitude - positive[below]
+    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below) | np.where(
+        np.signbit(scaled), 128, 0
+    )
+    codes = np.where(np.isnan(scaled), 127, code).astype(np.uint8)
     return torch.from_numpy(codes)
 
 

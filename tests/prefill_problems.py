@@ -32,7 +32,7 @@ class Problem(typing.NamedTuple):
     case: cases.Case
     ids: torch.Tensor
     causal: bool = True
-    scale: typing.Optional[float] = None
+    scale: float | None = None
 
     def formulations(self):
         """Union tiles take 16 query heads a KV head."""

@@ -80,6 +80,19 @@ class RecordingDriver:
         """Of the pretended device; 0: as many as an H200 or a B200 has, by the capability."""
         self.library.recording_set_multiprocessors(count)
 
+    def break_functions(self, *names: str) -> None:
+        """These driver functions fail from now on, and no others."""
+        self.library.recording_break(",".join(names).encode())
+
+    @property
+    def failures(self) -> int:
+        """How often they were called."""
+        return self.library.recording_failures()
+
+    def hide_function(self, name: str) -> None:
+        """The driver lacks this function; "" for none."""
+        self.library.recording_hide(name.encode())
+
     @property
     def load_count(self) -> int:
         return self.library.recording_load_count()

@@ -14,9 +14,9 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from tiny_models import (  # noqa: E402
+import torch
+import transformers
+from tiny_models import (
     BLOCK,
     LONG,
     TOLERANCE,

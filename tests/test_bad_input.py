@@ -6,11 +6,12 @@ are run as they are too, so that no case can pass because something else was wro
 
 import re
 
+import cases
 import pytest
 import torch
 
-import cases
 import m3_sparse
+from m3_sparse import _arguments
 
 VALUE, TYPE = (ValueError,), (TypeError,)
 UNSUPPORTED = (ValueError, NotImplementedError)  # outside what the contract covers: either is a clear refusal
@@ -400,9 +401,8 @@ def test_lengths_that_make_no_sense_never_lead_outside_the_tensors(function, wid
 
 
 def test_unknown_backend_is_refused_by_name():
-    with pytest.raises(ValueError) as caught:
-        with m3_sparse.backend("cudnn"):
-            pass
+    with pytest.raises(ValueError) as caught, m3_sparse.backend("cudnn"):
+        pass
     for word in ("cudnn", "torch", "aot", "jit"):
         assert word in str(caught.value)
 
@@ -411,9 +411,8 @@ def test_unknown_backend_is_refused_by_name():
 @pytest.mark.parametrize("function", VALID)
 def test_unavailable_backend_raises_and_never_falls_back(function, backend):
     """On CPU tensors no compiled backend can run: asking for one by name must raise, with the reason."""
-    with m3_sparse.backend(backend):
-        with pytest.raises((NotImplementedError, ValueError)) as caught:
-            call(function, VALID[function]())
+    with m3_sparse.backend(backend), pytest.raises((NotImplementedError, ValueError)) as caught:
+        call(function, VALID[function]())
     message = str(caught.value)
     assert function in message and backend in message and len(message) > len(function) + len(backend) + 20
     call(function, VALID[function]())  # and the choice ended with the block
@@ -426,12 +425,24 @@ def test_forced_torch_backend_works():
 
 
 def test_backend_choice_is_restored_after_an_error_and_nests():
-    with pytest.raises(RuntimeError, match="mine"):
-        with m3_sparse.backend("jit"):
-            raise RuntimeError("mine")
+    with pytest.raises(RuntimeError, match="mine"), m3_sparse.backend("jit"):
+        raise RuntimeError("mine")
     with m3_sparse.backend("jit"):
         with m3_sparse.backend("torch"):
             call("merge_states", merge_arguments())
         with pytest.raises((NotImplementedError, ValueError)):
             call("merge_states", merge_arguments())
     call("merge_states", merge_arguments())
+
+
+def test_every_row_begins_at_16_bytes():
+    """Eight are not enough for vector loads and tensor maps, in the base and in every stride."""
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    whole = memory.as_strided((3, 2, 128), (264, 136, 1))
+    _arguments.aligned("q", whole)
+    for stride in (140, 260):  # 4 elements, 8 bytes, off a multiple
+        for strides in ((stride, 128, 1), (512, stride, 1)):
+            with pytest.raises(ValueError, match="q must have strides that are multiples of 16 bytes"):
+                _arguments.aligned("q", memory.as_strided((3, 2, 128), strides))
+    with pytest.raises(ValueError, match="q must start at a multiple of 16 bytes, got a view at byte 8"):
+        _arguments.aligned("q", memory[4:].as_strided((3, 2, 128), (256, 128, 1), 4))

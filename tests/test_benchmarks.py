@@ -14,10 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "benchmarks").glob("benchmark*.py"))
-FIELDS = (
-    "op impl dtype heads batch q_len kv_len selection page ms_cold ms_warm limit_ms bytes flops commit date".split()
-)
-OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer"}
+KEY = ["op", "impl", "dtype", "heads", "batch", "q_len", "kv_len", "selection", "page", "device", "backend"]
+FIELDS = [*KEY, "ms_cold", "ms_warm", "limit_ms", "bytes", "flops", "commit", "date"]
+OPS = {"decode", "select", "store", "step", "prefill", "dense", "merge", "layer", "tensor_parallel"}
 
 
 def run(code, *arguments, cwd=ROOT):
@@ -107,7 +106,7 @@ def test_rows_are_merged_by_key(tmp_path):
     sys.path.insert(0, "benchmarks")
     import protocol
     protocol.load(sys.argv[1])
-    row = lambda cold, **key: protocol.row(4000.0, cold, cold / 2, 8_000_000, 5, op="decode", dtype="fp8", **key)
+    row = lambda cold, **key: protocol.row(4000.0, cold, cold / 2, 8_000_000, 5, op="decode", dtype="fp8", device="x", **key)
     path = Path(sys.argv[1]) / "rows.json"
     protocol.merge_rows(path, [row(9.0, impl="ours", batch=1), row(7.0, impl="peer", batch=1)])
     protocol.merge_rows(path, [row(3.0, impl="ours", batch=1), row(4.0, impl="ours", batch=2)])
@@ -126,12 +125,14 @@ def test_rows_are_merged_by_key(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda p: p.name)
 def test_committed_rows(path):
     rows = json.loads(path.read_text())
-    keys = [tuple(row[name] for name in FIELDS[:9]) for row in rows]
+    keys = [tuple(row[name] for name in KEY) for row in rows]
     assert len(set(keys)) == len(keys)
     for row in rows:
         # How much neighbouring queries' selections overlap decides a prefill's time: benchmarks/selections.py.
         fields = [*FIELDS, "u4"] if row["op"] == "prefill" else FIELDS
         assert list(row) == fields and row["op"] in OPS and row["ms_cold"] > 0 and row["limit_ms"] >= 0
+        ours = row["impl"].startswith("ours") or row["op"] == "tensor_parallel"
+        assert row["device"].startswith("NVIDIA") and row["backend"] == ("aot" if ours else None)
         assert not row["commit"].endswith("-dirty"), "measured on sources that no commit holds"
 
 

@@ -114,7 +114,7 @@ def test_no_storage_but_the_given_one_is_read():
 def test_rules():
     case, (k, v, keys, pad) = make("left padding", "HND")
     options = case.lengths()
-    attend = lambda k, v, table=None, **more: m3_sparse.dense_attention(case.q, k, v, table, **{**options, **more})  # noqa: E731
+    attend = lambda k, v, table=None, **more: m3_sparse.dense_attention(case.q, k, v, table, **{**options, **more})
     with pytest.raises(ValueError, match="the same number of tokens apart"):
         attend(k, v.transpose(1, 2).contiguous().transpose(1, 2))
     odd = torch.randn(3, k[0].numel() + 4)[:, : k[0].numel()].unflatten(1, k.shape[1:])

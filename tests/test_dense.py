@@ -11,7 +11,20 @@ from launch_checks import VARIANTS, LaunchChecks, error_of, needs_variant, opera
 
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
-NAMES = "out lse q k_cache v_cache table cu used softmax_scale causal k_scale v_scale".split()
+NAMES = [
+    "out",
+    "lse",
+    "q",
+    "k_cache",
+    "v_cache",
+    "table",
+    "cu",
+    "used",
+    "softmax_scale",
+    "causal",
+    "k_scale",
+    "v_scale",
+]
 
 
 def ceil_div(a, b):
@@ -257,6 +270,8 @@ def refuses_what_would_leave_a_tensor(driver):
     refused("q: expected [T, Hq, 128]", q=lambda x: x[0])
     refused("q: expected 1 to 16 query heads", q=lambda x: x[:, :31], out=lambda x: x[:, :31])
     refused("q: expected 1 to 16 query heads", q=lambda x: x.repeat(1, 2, 1), out=lambda x: x.repeat(1, 2, 1))
+    seventeen = torch.zeros(30, 34, 128, dtype=torch.bfloat16)
+    refused("q: expected 1 to 16 query heads", q=seventeen, out=seventeen, lse=torch.zeros(30, 34))
     refused("out: expected shape and dtype of q", out=lambda x: x[:2])
     refused("out: expected shape and dtype of q", out=lambda x: x.half())
     refused("lse: expected float32 [T, Hq]", lse=lambda x: x[:, :5])

@@ -1,15 +1,17 @@
 """The choice of a backend, what `explain` and `capabilities` say, and what an import does."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import m3_sparse
 import pytest
 import torch
-from m3_sparse import _architecture, _arguments, capability
 from test_ops import Problem
+
+import m3_sparse
+from m3_sparse import _architecture, _arguments, _limits, capability
 
 # ---- choice of backend ----
 
@@ -17,7 +19,7 @@ from test_ops import Problem
 def test_explain_and_capabilities():
     p = Problem()
     text = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache)
-    assert "-> torch, by default" in text and "jit: cannot run: sparse_attention is not implemented" in text
+    assert "-> torch, by default" in text and re.search(r"^jit +no +\S", text, re.MULTILINE)
     assert "the tensors are on cpu" in text and "takes dtypes bf16+bf16" in text
     assert "bad input" not in text
     arguments = {
@@ -39,20 +41,23 @@ def test_explain_and_capabilities():
     }
     assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
     assert all(
-        row.status in (capability.TESTED, capability.EMULATED, capability.MISSING) or "H200" in row.status
-        for row in table
+        row.status in (capability.TESTED, capability.EMULATED, capability.JIT) or "H200" in row.status for row in table
     )
 
 
 @pytest.mark.parametrize(
-    "name, reason", [("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"), ("jit", "not implemented on backend jit")]
+    "name, reason",
+    [
+        ("aot", "runs on sm_90, sm_100, sm_103; the tensors are on cpu"),
+        ("jit", "dense_attention on jit runs on sm_90, sm_100, sm_103"),
+    ],
 )
 def test_forced_backend_raises_with_reasons(name, reason):
     p = Problem()
     before = torch.full_like(p.q, 7.0)
-    with m3_sparse.backend(name):
-        with pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}"):
-            m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
+    refusal = pytest.raises(NotImplementedError, match=f"backend '{name}' was asked for by name.*{reason}")
+    with m3_sparse.backend(name), refusal:
+        m3_sparse.dense_attention(p.q, p.k_cache, p.v_cache, p.block_table, **p.lengths, out=before)
     assert (before == 7.0).all() and capability._forced is None
     with (
         m3_sparse.backend("aot"),
@@ -79,7 +84,11 @@ def test_shapes_outside_the_dense_kernel():
     # An extent of one has no use for its stride: a single page, a single head.
     assert _limits.dense_attention(q, cache[:1].as_strided((1, 2, 128, 128), (0, 16384, 128, 1))) is None
     text = m3_sparse.explain("dense_attention", q=q, k_cache=cache[:, :1], v_cache=cache[:, :1])
-    assert "aot: cannot run" in text and "at most 16 query heads" in text and "-> torch, by default" in text
+    assert (
+        re.search(r"^aot +no +\S", text, re.MULTILINE)
+        and "at most 16 query heads" in text
+        and "-> torch, by default" in text
+    )
 
 
 def test_shapes_outside_the_kernels():
@@ -105,6 +114,13 @@ def test_shapes_outside_the_kernels():
             cu_seqlens_q=torch.tensor([0, 35, 70], dtype=torch.int32),
             seqused_k=torch.tensor([128, 128], dtype=torch.int32),
         )
+
+
+def test_indices_saturate_at_int32():
+    """A page, length or slot beyond 32 bits must not come round to one that exists."""
+    given = torch.tensor([[2**32 + 1, -(2**32) + 1, 2**31, 7, -1]])
+    assert _limits.int32(given).tolist() == [[2**31 - 1, -(2**31), 2**31 - 1, 7, -1]]
+    assert _limits.int32(given[:, 3:].int().expand(2, 2).t()).is_contiguous()
 
 
 def test_choice_on_a_gpu(monkeypatch):
@@ -137,6 +153,24 @@ def test_backend_restores_and_nests():
     assert capability._forced is None
     with pytest.raises(ValueError, match="backend must be one of torch, aot, jit or None, got 'cuda'"):
         m3_sparse.backend("cuda")
+
+
+def test_help_is_readable_and_errors_point_at_it():
+    text = m3_sparse.explain()
+    assert "m3_sparse on cpu" in text and all(
+        re.search(rf"^{op} +torch +\S", text, re.MULTILINE) for op in capability.OPERATIONS
+    )
+    assert "capabilities()" in text and 'backend("aot")' in text
+    p = Problem()
+    told = m3_sparse.explain("sparse_attention", q=p.q, k_cache=p.k_cache).splitlines()
+    column = told[1].index("why not")
+    assert told[1].split() == ["backend", "runs", "why", "not"]
+    assert all(len(line) <= column or line[column - 1] == " " for line in told[2:-1]), "one column under the other"
+    with (
+        m3_sparse.backend("aot"),
+        pytest.raises(NotImplementedError, match=r'explain\("sparse_attention", ...\) says.*capabilities\(\)'),
+    ):
+        m3_sparse.sparse_attention(p.q, p.k_cache, p.v_cache, p.ids, p.block_table, **p.lengths)
 
 
 # ---- the import ----

@@ -131,7 +131,7 @@ def test_decode(emulation, dtypes, splits):
 def test_select_blocks(emulation, dtypes, blocks):
     case = cases.make([1, 3], [128 * blocks - 5, 300], heads=(4, 4), dtype=dtypes[0], kv_dtype=dtypes[1], seed=blocks)
     tensors, lengths = case.index()
-    call = lambda: m3_sparse.select_blocks(*tensors, **lengths, topk=8, return_scores=True)  # noqa: E731
+    call = lambda: m3_sparse.select_blocks(*tensors, **lengths, topk=8, return_scores=True)
     (ids, scores), programs = every_device(emulation, call)
     want, epsilon = oracle.block_scores(*tensors, **lengths), oracle.score_epsilon(*tensors, **lengths)
     seen = want > -torch.inf

@@ -165,5 +165,5 @@ def test_the_compiler_refuses_cpp_that_packs_other_parameters(tmp_path):
         assert not good
         assert "static assertion failed" in errors
     changed = json.loads(json.dumps(index))
-    [facts for facts in changed if facts["kernel"] == "combine"][0]["params"].pop()
+    next(facts for facts in changed if facts["kernel"] == "combine")["params"].pop()
     assert not compiles(changed)[0]

@@ -18,7 +18,6 @@ import subprocess
 import sys
 
 import cases
-import m3_sparse
 import oracle
 import pytest
 import torch
@@ -35,6 +34,8 @@ from field_helpers import (
     same_everywhere,
     with_ids,
 )  # fmt: skip
+
+import m3_sparse
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INDEX4 = (4, 4)  # four index heads

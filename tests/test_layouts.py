@@ -1,11 +1,11 @@
 """One problem in every memory layout: the same selection and attention, and never a byte of the poison around it."""
 
+import cases
+import oracle
 import pytest
 import torch
 
-import cases
 import m3_sparse
-import oracle
 
 LENGTHS = {"q_lens": [3, 0, 5, 2, 9], "kv_lens": [1290, 33, 2500, 1, 129]}
 

@@ -1,8 +1,9 @@
 """The operators: opcheck, torch.compile, gradients, host reads, and the two ways of the torch backend."""
 
-import m3_sparse
 import pytest
 import torch
+
+import m3_sparse
 from m3_sparse import _grouped, _paging, _rows, attention, capability, reference
 from m3_sparse._ops import ops
 

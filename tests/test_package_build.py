@@ -80,7 +80,9 @@ def test_variants_are_found_and_resolved_by_kernels(cpu_variant):
 def test_variant_is_flat_and_holds_nothing_else(variant, project):
     names = {p.relative_to(variant).as_posix() for p in variant.rglob("*") if p.is_file() and p.suffix != ".pyc"}
     sources = {p.relative_to(project.python_folder).as_posix() for p in project.python_files()}
-    extension = {f"{project.operator_namespace('cuda')}.abi3.so"} if "cu130" in variant.name else set()
+    extension = set()
+    if "cu130" in variant.name:
+        extension = {f"{project.operator_namespace('cuda')}.abi3.so", *project.kernel_sources()}
     assert names == sources | {"_ops.py", "metadata.json"} | extension
 
 

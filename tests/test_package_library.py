@@ -58,8 +58,10 @@ def test_a_portable_library_passes(compiled):
             "outside torch's stable ABI: c10::hidden_detail()",
         ),
         (
-            'extern "C" const char* PyUnicode_AsUTF8AndSize(void*, long*); const char* f(void* o);'
-            "namespace { struct A { A() { PyUnicode_AsUTF8AndSize(nullptr, nullptr); } } a; }",
+            (
+                'extern "C" const char* PyUnicode_AsUTF8AndSize(void*, long*); const char* f(void* o);'
+                "namespace { struct A { A() { PyUnicode_AsUTF8AndSize(nullptr, nullptr); } } a; }"
+            ),
             [],
             "outside CPython's stable ABI",
         ),

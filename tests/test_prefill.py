@@ -4,6 +4,8 @@ Each check runs in a process of its own (`python tests/test_prefill.py NAME`), w
 What the kernels compute is tested in tests/gpu/test_prefill_gpu.py; tests/test_invert.py looks at the plan.
 """
 
+import itertools
+
 import pytest
 from launch_checks import LaunchChecks, error_of, needs_variant, operators
 
@@ -11,6 +13,7 @@ check = LaunchChecks(__file__)
 MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}  # of the recorded device
 PLACES = 3
 EVICT_NORMAL, EVICT_LAST = 0x1000000000000000, 0x14F0000000000000
+COMBINE_TOKENS, COUNTERS = 37, 40  # places in a forward's parameters
 STAGES = ("invert_count", "invert_scan", "invert_scatter")
 
 
@@ -76,10 +79,10 @@ def packs_every_parameter(driver):
         assert count.grid == scatter.grid == (units, heads, 1) and scan.grid == (segments, heads, 1)
         counts, state = count.params[5:7]
         assert count.params[:5] == [*where, formulation.data_ptr()] and count.params[7:] == strides + shape
-        bins, row_tiles = scan.params[4:6]
+        bins, row_tiles, counters = scan.params[4:7]
         assert scan.params[:4] == [cu.data_ptr(), used.data_ptr(), formulation.data_ptr(), counts]
         tile_bits = 3 if rows == 16 else 4
-        assert scan.params[6:] == [tokens, 2, heads, 6 * page, blocks, 11, heads, tile_bits]
+        assert scan.params[7:] == [tokens, 2, heads, 6 * page, blocks, 11, heads, tile_bits, 1]
         chunks, tile_heads, entries = scatter.params[8:11]
         assert scatter.params[:8] == [*where, state, counts, bins, row_tiles]
         assert scatter.params[11:] == [*strides, *shape, 11, heads, tile_bits, segments, tiles]
@@ -99,13 +102,14 @@ def packs_every_parameter(driver):
         assert forward.params[8:12] == [k_scale.data_ptr(), 4, EVICT_LAST, EVICT_NORMAL]
         assert forward.params[12:17] == [0, 0, tokens, 0, heads]
         assert forward.params[17:25] == [heads, group, 7, page_bits, tiles, 0, 0, 0.25]
-        assert forward.params[-3] == 0, "nothing to combine beside the first chunk"
+        assert forward.params[COMBINE_TOKENS] == 0, "nothing to combine beside the first chunk"
+        assert forward.params[COUNTERS:] == [counters, 1, 0, 11, tokens, tokens * heads * 7]
 
         assert combine.entry == entry(f"prefill_combine_{short[q]}_r{rows}", arch)
         assert combine.grid == (min(tokens * heads, 6 * multiprocessors), 1, 1)
         assert combine.params[:6] == [partials, sums, state, out.data_ptr(), lse.data_ptr(), v_scale.data_ptr()]
         lse_strides = [s * 4 for s in lse.stride()]
-        assert forward.params[-1] == 1
+        assert forward.params[COUNTERS - 1] == 1
         combine_shape = [0, 0, tokens, 0, heads, heads, group, 7, 1]
         assert combine.params[6:] == [s * 2 for s in out.stride()[:2]] + lse_strides + combine_shape
         assert driver.last_overlap == 1
@@ -113,11 +117,11 @@ def packs_every_parameter(driver):
         # The parts of the workspace don't meet.
         parts = {
             counts: units * heads * blocks * 4, state: tokens * heads * 8, bins: segments * heads * blocks * 8,
-            row_tiles: segments * heads * 4, chunks: 8, tile_heads: tiles * 32, entries: tiles * tile * 4,
+            row_tiles: segments * heads * 4, chunks: 8, counters: 16, tile_heads: tiles * 32, entries: tiles * tile * 4,
             partials: tokens * heads * 7 * rows * 256, sums: tokens * heads * 7 * rows * 8,
         }  # fmt: skip
         places = sorted(parts.items())
-        assert all(a + size <= b for (a, size), (b, _) in zip(places, places[1:]))
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
         assert all(a % 256 == places[0][0] % 256 for a, _ in places)
 
 
@@ -140,6 +144,8 @@ def small_tensors_lose_a_mark_on_blackwell(driver):
 
 @check
 def a_launch_combines_the_chunk_before(driver):
+    """Blackwell: a launch a chunk."""
+    driver.set_capability(100)
     for chunk_heads in (2, 1):
         arguments = problem(tokens=1500)
         first, *rest = launches(driver, *arguments, None, 8, chunk_heads)[3:]
@@ -148,24 +154,51 @@ def a_launch_combines_the_chunk_before(driver):
         chunks = [(256 * i, n, head) for head in range(0, 2, chunk_heads) for i, n in enumerate(tokens)]
         assert len(forwards) == len(chunks)
         for i, launch in enumerate(forwards):
-            assert launch.entry == entry("prefill_bf16_bf16_r16")
+            assert launch.entry == entry("prefill_bf16_bf16_r16", "sm100a")
             assert launch.params[12:17] == [i, *chunks[i], chunk_heads] and launch.params[22] == int(i > 0)
             assert launch.params[6:8] == forwards[i % PLACES].params[6:8]
             if i:
                 assert launch.params[25:27] == forwards[i - 1].params[6:8]
-                assert launch.params[-4:] == [*chunks[i - 1], 0]
+                assert launch.params[COUNTERS - 4 : COUNTERS] == [*chunks[i - 1], 0]
+            assert launch.params[COUNTERS + 1 : COUNTERS + 3] == [1, 0]
         assert len({x.params[6] for x in forwards}) == PLACES
-        assert last.entry == entry("prefill_combine_bf16_r16") and last.grid == (chunk_heads * tokens[-1], 1, 1)
+        assert last.entry == entry("prefill_combine_bf16_r16", "sm100a") and last.grid == (
+            chunk_heads * tokens[-1],
+            1,
+            1,
+        )
         assert last.params[:2] == forwards[-1].params[6:8] and last.params[11:15] == [*chunks[-1], chunk_heads]
 
 
 @check
+def one_launch_goes_through_all_chunks(driver):
+    """SM90; it combines all but the last one."""
+    driver.set_capability(90)
+    for chunk_heads in (2, 1):
+        _, scan, _, forward, last = launches(driver, *problem(tokens=1500), None, 8, chunk_heads)
+        count, slots = 6 * 2 // chunk_heads, 256 * chunk_heads * 16
+        assert forward.entry == entry("prefill_bf16_bf16_r16") and scan.params[-1] == count
+        assert forward.params[12] == forward.params[22] == 0
+        assert forward.params[COUNTERS:] == [scan.params[6], count, count - 1, 8, 1500, slots]
+        assert last.entry == entry("prefill_combine_bf16_r16")
+        place = (count - 1) % PLACES
+        assert last.params[0] == forward.params[6] + place * slots * 4096
+        assert last.params[1] == forward.params[7] + place * slots * 128
+        assert last.params[11:15] == [1280, 220, 2 - chunk_heads, chunk_heads]
+
+
+@check
 def wide_selections_are_combined_apart(driver):
-    stages = launches(driver, *problem(tokens=600, topk=32), None, 8, 2)[3:]
+    driver.set_capability(90)
+    stages = launches(driver, *problem(tokens=600, topk=32), None, 8, 2)
+    counters, stages = stages[1].params[6], stages[3:]
     names = [x.entry for x in stages]
     assert names == [entry("prefill_bf16_bf16_r16"), entry("prefill_combine_bf16_r16_wide")] * 3
     assert [x.grid for x in stages[1::2]] == [(512, 1, 1), (512, 1, 1), (176, 1, 1)]
-    assert all(x.params[-3] == 0 for x in stages[::2])
+    for i, forward in enumerate(stages[::2]):
+        assert forward.params[12] == i and forward.params[COMBINE_TOKENS] == 0
+        assert forward.params[COUNTERS : COUNTERS + 3] == [counters + 16 * i, 1, 0]
+        assert forward.params[6:8] == stages[2 * i + 1].params[:2]
 
 
 @check
@@ -186,7 +219,7 @@ def chunks_follow_from_the_shape(driver):
         (9000, (64, 4), 1024, (12, 1)), (9000, (8, 1), 513, (12, 1)), (100, (12, 6), 6, (10, 6)),
     ):  # fmt: skip
         params = launches(driver, *problem(tokens=tokens, heads=heads, table=table))[1].params
-        assert tuple(params[11:13]) == want, (tokens, heads, params[11:13])
+        assert tuple(params[12:14]) == want, (tokens, heads, params[12:14])
 
 
 @check
@@ -238,7 +271,10 @@ def test_parameters():
 @needs_variant
 def test_chunks():
     check.run(
-        "a_launch_combines_the_chunk_before", "wide_selections_are_combined_apart", "chunks_follow_from_the_shape"
+        "a_launch_combines_the_chunk_before",
+        "one_launch_goes_through_all_chunks",
+        "wide_selections_are_combined_apart",
+        "chunks_follow_from_the_shape",
     )
 
 

@@ -2,12 +2,12 @@
 
 import math
 
+import cases
+import oracle
 import pytest
 import torch
 
-import cases
 import m3_sparse
-import oracle
 
 INF = math.inf
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]

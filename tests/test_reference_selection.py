@@ -6,12 +6,13 @@ bit. With ordinary data a member may be swapped only for one whose exact score i
 
 import math
 
+import cases
+import oracle
 import pytest
 import torch
 
-import cases
 import m3_sparse
-import oracle
+from m3_sparse import reference
 
 INF = math.inf
 LENGTHS = [
@@ -146,6 +147,18 @@ def test_ties_go_to_the_lower_block(page):
     assert got[0, 0].tolist() == list(range(15)) + [(4000 - 3) // 128]
     case.index_q.copy_(torch.where(torch.arange(128) % 2 == 0, 0.0, -0.0))  # the same zero, signed
     assert torch.equal(check_exact(case), got)
+
+
+def test_negative_zero_ties_with_zero():
+    scores = torch.tensor([[[-0.0, 0.0, -0.0]], [[-1.0, -0.0, 0.0]]])
+    chosen = reference.select_from_scores(scores, torch.tensor([3, 3]), 1, 0, 0)
+    assert chosen.tolist() == [[[0]], [[1]]]
+
+
+def test_negative_scores_are_ordered():
+    scores = torch.tensor([[[-3.0, -1.0, -INF, -2.0, -1e30]]])
+    for topk, want in ((1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 3, 4])):
+        assert reference.select_from_scores(scores, torch.tensor([5]), topk, 0, 0).tolist() == [[want]]
 
 
 def test_few_winners_among_many_ties():

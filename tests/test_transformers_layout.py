@@ -167,3 +167,11 @@ def test_an_offset_on_the_device():
         2, 1, 50, q_offset=torch.tensor(9), mask_function=causal_mask_function, device="cpu", attention_mask=None
     )
     assert mask.tolist() == [[[[9]]], [[[9]]]]
+
+
+def test_content_range():
+    rows = importlib.import_module("m3_sparse._transformers_rows")
+    real = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.int32)
+    first, end, holes = rows.content_range(real)
+    assert first.tolist() == [0, 1, 4, 0, 3] and end.tolist() == [4, 3, 0, 3, 4]  # (4, 0): nothing real
+    assert holes.tolist() == [False, False, False, True, False]

@@ -16,11 +16,10 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from project import Project, git_state, hash_files, load_project  # noqa: E402
+from project import Project, git_state, hash_files, load_project
 
 # The oldest `kernels` release that knows every metadata key written here.
 KERNELS_MINVER = "0.17.0"
@@ -60,7 +59,7 @@ def build_cuda(project: Project, out: Path) -> Path:
     namespace = project.operator_namespace("cuda")
     with locked(out):
         extension = cuda_extension.build(project, namespace, out)
-        files = [*project.python_files(), *tool_files(project)]
+        files = [*project.python_files(), *project.kernel_sources().values(), *tool_files(project)]
         inputs = hash_files(project.root, files, extra=identity(project, "cuda") + hash_files(out, [extension]))
         return write_variant(project, out, cuda_variant_name(project), namespace, inputs, extension)
 
@@ -74,9 +73,7 @@ def identity(project: Project, backend: str) -> str:
     return f"{project.operator_namespace(backend)} {git_state(project.root)}"
 
 
-def write_variant(
-    project: Project, out: Path, name: str, namespace: str, inputs: str, extension: Optional[Path]
-) -> Path:
+def write_variant(project: Project, out: Path, name: str, namespace: str, inputs: str, extension: Path | None) -> Path:
     """Put <out>/<name> in place, unless it already is what `inputs` (a hash) leads to and nobody touched it."""
     target, stamp = out / name, out / ".stamps" / name
     if stamp.exists() and stamp.read_text() == inputs and intact(target):
@@ -86,8 +83,11 @@ def write_variant(
     staging = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=out))
     staging.chmod(0o755)
     try:
-        for source in project.python_files():
-            copy = staging / source.relative_to(project.python_folder)
+        sources = {source.relative_to(project.python_folder): source for source in project.python_files()}
+        if extension:
+            sources.update(project.kernel_sources())
+        for place, source in sources.items():
+            copy = staging / place
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
         load_extension = f"\nfrom . import {namespace}  # noqa: F401\n" if extension else ""

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import Optional
 
 from project import Project
 from source_tree import export_kernels, write_source_tree
@@ -43,7 +42,7 @@ REGISTRATION_H = """// Generated. Macros that expand their arguments, and the em
 """
 
 
-def missing_tools() -> Optional[str]:
+def missing_tools() -> str | None:
     """Why the extension can't be compiled here, or None."""
     if find_compiler() is None:
         named = os.environ.get("CXX")
@@ -54,7 +53,7 @@ def missing_tools() -> Optional[str]:
     return None
 
 
-def find_compiler() -> Optional[str]:
+def find_compiler() -> str | None:
     named = os.environ.get("CXX")
     return shutil.which(named) if named else shutil.which("g++") or shutil.which("c++")
 

@@ -278,7 +278,7 @@ class HubStandin:
         self.server.daemon_threads = True
         self.server.store = store
         self.server.trusted = set(trusted)
-        self.server.log = open(store.root / "requests.log", "a", buffering=1)
+        self.server.log = open(store.root / "requests.log", "a", buffering=1)  # noqa: SIM115  until the server ends
         self.server.base = self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def __enter__(self):

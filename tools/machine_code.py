@@ -17,11 +17,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from project import ROOT  # noqa: E402
+from project import ROOT
 
 # Columns of the table: what stands in it, and the opcodes counted.
 MIX = {
@@ -56,15 +55,15 @@ class Instruction:
 class MachineCode:
     """The instructions of a cubin's one kernel, in order, and where its labels stand among them."""
 
-    instructions: List[Instruction]
-    labels: Dict[str, int]
+    instructions: list[Instruction]
+    labels: dict[str, int]
 
     def mix(self) -> Counter:
         counts = Counter(i.opcode for i in self.instructions)
         found = {name: sum(n for op, n in counts.items() if re.fullmatch(what, op)) for name, what in MIX.items()}
         return Counter(found, all=len(self.instructions) - counts["NOP"])
 
-    def blocks(self) -> Tuple[List[int], List[List[int]]]:
+    def blocks(self) -> tuple[list[int], list[list[int]]]:
         """(first instruction, successors) of the basic blocks."""
         starts = {0, *self.labels.values()}
         starts |= {at + 1 for at, i in enumerate(self.instructions) if i.opcode in ("BRA", "EXIT", "RET", "BRX")}
@@ -83,7 +82,7 @@ class MachineCode:
             after.append(targets)
         return first, after
 
-    def loops(self) -> List[List[int]]:
+    def loops(self) -> list[list[int]]:
         """The natural loops as sets of blocks, those of one header together."""
         _, after = self.blocks()
         count = len(after)
@@ -119,7 +118,7 @@ class MachineCode:
                             todo += [p for p in before[x] if p in reached]
         return [sorted(body) for body in loops.values()]
 
-    def work_loops(self) -> List[List[Instruction]]:
+    def work_loops(self) -> list[list[Instruction]]:
         """The innermost loops in which products or accumulators stand."""
         first, _ = self.blocks()
         ends = [*first[1:], len(self.instructions)]
@@ -132,7 +131,7 @@ class MachineCode:
         return [body for blocks, body in holding if not any(other < blocks for other, _ in holding)]
 
 
-def disassembler() -> Optional[str]:
+def disassembler() -> str | None:
     """nvdisasm as installed from PyPI, else the one on the PATH, else None."""
     try:
         for file in importlib.metadata.files("nvidia-cuda-nvdisasm") or []:

@@ -2,9 +2,9 @@
 
 import hashlib
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Optional
 
 import tomlkit
 
@@ -84,6 +84,11 @@ class Project:
     def python_files(self) -> list[Path]:
         return sorted(path for path in self.python_folder.rglob("*.py") if path.name not in GENERATED)
 
+    def kernel_sources(self) -> dict[str, Path]:
+        """What the extension's kernels are compiled from, by its place in the package: the backend "jit" does it again."""
+        folder = self.root / "kernel-src"
+        return {f"kernel_src/{path.relative_to(folder).as_posix()}": path for path in sorted(folder.rglob("*.py"))}
+
     def operator_namespace(self, backend: str) -> str:
         """The torch.library namespace, which is also the metadata's id: unique to one state of the sources."""
         state = git_state(self.root)
@@ -104,7 +109,7 @@ def load_project(root: Path = ROOT) -> Project:
     return Project(root, tomlkit.parse((root / "build.toml").read_text()).unwrap())
 
 
-def git_state(root: Path) -> Optional[GitState]:
+def git_state(root: Path) -> GitState | None:
     """None when `root` isn't the top of a git checkout that has a commit."""
 
     def git(*arguments: str) -> str:

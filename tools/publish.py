@@ -2,7 +2,7 @@
 
     python tools/publish.py [--repo ORG/NAME] [--build build]
 
-Puts the variants and the benchmarks on the version's branch and the rendered card, as README.md, on main. Works against
+Puts the variants and the benchmarks on the version's branch and the rendered card, as README.md, with its plots on main. Works against
 the Hub, and against tools/hub_standin.py when HF_ENDPOINT points there. Publishing kernels on the Hub needs a token
 with write access and the Hub's approval.
 """
@@ -11,15 +11,14 @@ import argparse
 import ast
 import sys
 from pathlib import Path
-from typing import Optional
 
 import jinja2
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build  # noqa: E402
-from project import Project, load_project  # noqa: E402
+import build
+from project import Project, load_project
 
 
 def render_card(project: Project) -> str:
@@ -77,7 +76,7 @@ def repository_files(project: Project, folder: Path, variants: list[Path]) -> di
     return files
 
 
-def publish(project: Project, folder: Path, repo_id: Optional[str] = None, api: Optional[HfApi] = None) -> str:
+def publish(project: Project, folder: Path, repo_id: str | None = None, api: HfApi | None = None) -> str:
     """Create what is missing and commit; returns the commit on the version's branch."""
     api, repo_id = api or HfApi(), repo_id or project.repo_id
     variants = find_variants(folder)
@@ -94,8 +93,10 @@ def publish(project: Project, folder: Path, repo_id: Optional[str] = None, api: 
     commit = api.create_commit(
         repo_id, operations, repo_type="kernel", revision=project.branch, commit_message="Update the builds"
     )
-    card = CommitOperationAdd("README.md", render_card(project).encode())
-    api.create_commit(repo_id, [card], repo_type="kernel", revision="main", commit_message="Update the card")
+    card = [CommitOperationAdd("README.md", render_card(project).encode())]
+    for plot in sorted((project.root / "docs" / "figures").glob("*.svg")):
+        card.append(CommitOperationAdd(plot.relative_to(project.root).as_posix(), str(plot)))
+    api.create_commit(repo_id, card, repo_type="kernel", revision="main", commit_message="Update the card")
     return commit.oid
 
 

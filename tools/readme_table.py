@@ -1,8 +1,9 @@
-"""Write the capability table into README.md and CARD.md, between its markers.
+"""Write the tables of capabilities and of determinism into README.md and CARD.md, between their markers.
 
     python tools/readme_table.py [--check]
 
-The table comes from the package's own data, so the documents can't claim what the code refuses. --check changes nothing
+The first comes from the package's own data, so the documents can't claim what the code refuses; the second from
+determinism_table.py, whose cells are tested. --check changes nothing
 and exits with 1 when a file is stale.
 """
 
@@ -13,20 +14,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build  # noqa: E402
-from project import ROOT, load_project  # noqa: E402
+import build
+import determinism_table
+from project import ROOT, load_project
 
 DOCUMENTS = ("README.md", "CARD.md")
-BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
+MARKERS = "<!-- {0}: begin -->", "<!-- {0}: end -->"
+BEGIN, END = (marker.format("capabilities") for marker in MARKERS)
 
 
-def with_table(text: str, table: str) -> str:
-    """`text` with what stands between the markers replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def with_table(text: str, table: str, name: str = "capabilities") -> str:
+    """`text` with what stands between the markers of that name replaced."""
+    first, last = (marker.format(name) for marker in MARKERS)
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"expected the markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table.strip()}\n{END}{after}"
+        raise ValueError(f"expected the markers {first} and {last}")
+    return f"{before}{begin}\n{table.strip()}\n{end}{after}"
 
 
 def load_variant(folder: Path):
@@ -47,13 +51,16 @@ def stale_documents(table: str) -> dict[Path, str]:
     for name in DOCUMENTS:
         path = ROOT / name
         text = path.read_text()
-        if (wanted := with_table(text, table)) != text:
+        wanted = with_table(text, table)
+        if name == "README.md":
+            wanted = with_table(wanted, determinism_table.markdown(), "determinism")
+        if wanted != text:
             found[path] = wanted
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the capability table into the documents.")
+    parser = argparse.ArgumentParser(description="Write the tables into the documents.")
     parser.add_argument("--check", action="store_true", help="change nothing, fail when a document is stale")
     options = parser.parse_args()
     module = load_variant(build.build_cpu(load_project(), ROOT / "build"))

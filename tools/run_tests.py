@@ -8,13 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import build  # noqa: E402
-import cuda_extension  # noqa: E402
-from project import ROOT, load_project  # noqa: E402
+import build
+import cuda_extension
+from project import ROOT, load_project
 
 WORKERS = 2
 
@@ -39,7 +38,7 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def sessions(given: List[str], cuda_variant: Optional[Path], gpu: bool) -> List[List[str]]:
+def sessions(given: list[str], cuda_variant: Path | None, gpu: bool) -> list[list[str]]:
     """The pytest commands; `cuda_variant` is the built CUDA variant, None where it can't be built."""
     pytest = [sys.executable, "-m", "pytest"]
     workers = [] if any(a.startswith("-n") for a in given) else ["-n", str(min(WORKERS, os.cpu_count() or 1))]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from project import GENERATED, Project, load_project  # noqa: E402
+from project import GENERATED, Project, load_project
 
 # Where the exporter's C++ files lie in the tree; build.toml lists them under this folder.
 GENERATED_FOLDER = "generated"
@@ -44,6 +44,8 @@ def write_source_tree(project: Project, generated: Path, tree: Path) -> Path:
     for path in (project.root / "torch-ext").rglob("*"):
         if path.suffix in (".py", ".cpp", ".h") and path.name not in GENERATED:
             wanted[path.relative_to(project.root)] = path
+    package = project.python_folder.relative_to(project.root)
+    wanted.update({package / name: path for name, path in project.kernel_sources().items()})
     for path in generated.glob("*.[ch]*"):
         wanted[Path(GENERATED_FOLDER) / path.name] = path
     missing = [name for name in project.cuda_sources if Path(name) not in wanted]

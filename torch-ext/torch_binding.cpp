@@ -11,12 +11,14 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "launch/cache.h"
 #include "launch/combine.h"
 #include "launch/decode.h"
 #include "launch/decode_score.h"
 #include "launch/dense.h"
+#include "launch/jit.h"
 #include "launch/prefill.h"
 #include "launch/prefill_kv_stationary.h"
 #include "launch/prefill_score.h"
@@ -436,6 +438,20 @@ void aot_merge_states(Tensor out, Tensor lse, Tensor outs, Tensor lses) {
   m3_sparse::combine(out, lse, outs, lses);
 }
 
+bool jit_set_active(bool on) { return m3_sparse::launch::jit::set_active(on); }
+
+void jit_supply(std::int64_t id, Tensor cubin, Tensor params, std::int64_t threads_x, std::int64_t threads_y,
+                std::int64_t threads_z, std::int64_t dynamic_smem) {
+  STD_TORCH_CHECK(is_vector(cubin, ScalarType::Byte) && is_vector(params, ScalarType::Int),
+                  "cubin, params: expected a uint8 and an int32 vector");
+  const auto* values = static_cast<const std::int32_t*>(params.data_ptr());
+  const unsigned block[3] = {static_cast<unsigned>(threads_x), static_cast<unsigned>(threads_y),
+                             static_cast<unsigned>(threads_z)};
+  m3_sparse::launch::jit::supply(static_cast<int>(id), cubin.data_ptr(), static_cast<std::size_t>(cubin.size(0)),
+                                 std::vector<std::int32_t>(values, values + params.size(0)), block,
+                                 static_cast<unsigned>(dynamic_smem));
+}
+
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "aot_store_kv(Tensor k, Tensor v, Tensor? index_k, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? "
@@ -478,6 +494,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "bool causal, Tensor? k_scale, Tensor? v_scale, Tensor? formulation=None, int chunk_bits=0, int chunk_heads=0) "
       "-> ()");
   ops.def("aot_merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()");
+  ops.def("jit_set_active(bool on) -> bool");
+  ops.def(
+      "jit_supply(int id, Tensor cubin, Tensor params, int threads_x, int threads_y, int threads_z, int dynamic_smem) "
+      "-> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
@@ -503,6 +523,12 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("aot_union_lists", TORCH_BOX(&aot_union_lists));
   ops.impl("aot_sparse_attention_kv_stationary", TORCH_BOX(&aot_sparse_attention_kv_stationary));
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
+}
+
+// The first has no tensor to dispatch on.
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, ops) {
+  ops.impl("jit_set_active", TORCH_BOX(&jit_set_active));
+  ops.impl("jit_supply", TORCH_BOX(&jit_supply));
 }
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -66,3 +66,10 @@ void aot_sparse_attention_kv_stationary(torch::stable::Tensor out, std::optional
                                         std::optional<torch::stable::Tensor> v_scale,
                                         std::optional<torch::stable::Tensor> formulation, std::int64_t chunk_bits,
                                         std::int64_t chunk_heads);
+
+// For the backend "jit" (launch/jit.h): whether this thread's launches take programs compiled at run time, returning
+// what was so before; and one such program, its cubin as bytes and its parameters' sizes and alignments in turns, on
+// the host.
+bool jit_set_active(bool on);
+void jit_supply(std::int64_t id, torch::stable::Tensor cubin, torch::stable::Tensor params, std::int64_t threads_x,
+                std::int64_t threads_y, std::int64_t threads_z, std::int64_t dynamic_smem);

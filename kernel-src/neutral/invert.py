@@ -18,7 +18,9 @@ Three launches
     count    a bitmap of 256 tokens for each block, in shared memory, filled by atomic or; its population counts are the
              unit's share of every bin. Writes `state` [T, Hkv] = (mask of the slots that count, 1 if the sequence takes
              part).
-    scan     a CTA a row: prefix sums over the units of a bin, tiles of the bins, prefix sums of those
+    scan     a CTA a row: prefix sums over the units of a bin, tiles of the bins, prefix sums of those. The first CTA also
+             sets the counters by which the forward's CTAs share out chunks (sm90/prefill.py): to 0, or, where no sequence
+             takes part, to a number past all units
     scatter  the bitmap again; a choice's place is its bin's start + choices of units before + bits below its own. The
              first choice of a tile also writes the tile's head.
     Which lane comes first decides nothing: the bitmap is the same in any order, and ranks are counted from it.
@@ -32,6 +34,7 @@ Arrays (int32)
                                          a + (0), last visible column | first visible column << 8, sequence, block
              A token at `local` in its chunk sees the block's columns up to min(local + a, last). A page outside the cache
              is -1 and its columns are not visible.
+    counters [chunks, 4]                 for sm90/prefill.py
     entries  [tiles, tile]               local token << 5 | slot; behind the last token of a tile: unspecified
 
 Budget
@@ -59,6 +62,7 @@ BITMAP_BYTES = WINDOW * THREADS // 8
 SLOTS = 16  # slots whose ids and pages are loaded together
 UNITS = 8  # units whose counts are loaded together
 NEVER = 1 << 24  # added to a local token: past every last visible column
+NOBODY = 1 << 30  # a number of a unit past all of them
 HEAD_BYTES = 32
 
 
@@ -284,6 +288,7 @@ class Scan:
         counts: Int64,
         bins: Int64,
         rows: Int64,
+        counters: Int64,
         tokens: Int32,
         requests: Int32,
         heads: Int32,
@@ -292,6 +297,7 @@ class Scan:
         chunk_bits: Int32,
         chunk_heads: Int32,
         tile_bits: Int32,
+        chunks: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         segment, head, _ = cute.arch.block_idx()
@@ -340,6 +346,20 @@ class Scan:
             ptx.barrier()
         if thread == 0:
             ptx.store_words(rows + row * 4, [done])
+        if (segment == 0) & (head == 0):
+            self.begin_counters(counters, chunks, formulation, requests, thread, lane)
+
+    @cute.jit
+    def begin_counters(
+        self, counters: Int64, chunks: Int32, formulation: Int64, requests: Int32, thread: Int32, lane: Int32
+    ):
+        some = Int32(formulation == 0)
+        if formulation != 0:
+            for at in cutlass.range(lane, requests, 32, unroll=1):
+                some = some | Int32(ptx.load_i32(formulation + Int64(at) * 4) == 1)
+        start = ptx.select(ptx.ballot(some) != 0, Int32(0), Int32(NOBODY))
+        for chunk in cutlass.range(thread, chunks, THREADS, unroll=1):
+            ptx.store_words(counters + Int64(chunk) * 16, [start, start, Int32(0), Int32(0)])
 
     @cute.jit
     def entry(
@@ -350,6 +370,7 @@ class Scan:
         counts: Int64,
         bins: Int64,
         rows: Int64,
+        counters: Int64,
         tokens: Int32,
         requests: Int32,
         heads: Int32,
@@ -358,6 +379,7 @@ class Scan:
         chunk_bits: Int32,
         chunk_heads: Int32,
         tile_bits: Int32,
+        chunks: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
@@ -367,6 +389,7 @@ class Scan:
             counts,
             bins,
             rows,
+            counters,
             tokens,
             requests,
             heads,
@@ -375,6 +398,7 @@ class Scan:
             chunk_bits,
             chunk_heads,
             tile_bits,
+            chunks,
         ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
 
@@ -590,6 +614,6 @@ class Scatter:
 def programs():
     return [
         Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 10),
-        Program("invert_scan", Scan(), [Int64(16)] * 6 + [Int32(1)] * 8),
+        Program("invert_scan", Scan(), [Int64(16)] * 7 + [Int32(1)] * 9),
         Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 15),
     ]

@@ -141,7 +141,7 @@ class PrefillCombine:
                     values_here = values + at * self.partials.value_bytes
                     self.add_slots(acc, values_here, numbers + at * self.partials.sums_bytes, chosen)
             total = acc[8]
-            scale = ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head) * softmax.inverse_or_zero(total)
+            scale = softmax.output_factor(total, ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head))
             words = [self.partials.pack(acc[2 * k] * scale, acc[2 * k + 1] * scale) for k in range(4)]
             words = self.partials.transpose(words, lane & 3)
             if row < group:

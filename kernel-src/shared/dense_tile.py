@@ -16,7 +16,9 @@ from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack import layout_utils
 
 from shared import ptx, smem, tma
+from shared.softmax import LOG2_E, SMALLEST
 
+LARGEST = 3.4028234663852886e38  # finite
 KEYS = 128  # of a block
 PER_LANE = 4  # requests that a lane looks at in a round of the search
 HALF = KEYS * 128  # bytes of 64 columns of a key tile
@@ -41,6 +43,14 @@ class Tile:
         """How many keys a token of the request sees."""
         end = ptx.clamp(self.shift + token + 1, Int32(0), self.kv_len)
         return ptx.select(causal != 0, end, self.kv_len)
+
+
+def logit_scale(scale):
+    """|scale| as a factor from scores to log2 units. Neither 0 nor infinite: times the -inf and 0 that stand for the maximum
+    of a row that sees nothing, both are NaN.
+    """
+    size = ptx.absolute(scale) * LOG2_E
+    return ptx.maximum(ptx.select(size > Float32(LARGEST), Float32(LARGEST), size), Float32(SMALLEST))
 
 
 class OneTile:

@@ -13,7 +13,15 @@ from shared import tma
 class PrefillEntry:
     """KV-stationary forward: tensor maps of q, K and V, then what torch-ext/launch/prefill_kv_stationary.cpp packs."""
 
-    example = [Int64(16)] * 9 + [Int32(1)] * 12 + [Float32(1.0)] + [Int64(16)] * 11 + [Int32(1)] * 4
+    example = (
+        [Int64(16)] * 9
+        + [Int32(1)] * 12
+        + [Float32(1.0)]
+        + [Int64(16)] * 11
+        + [Int32(1)] * 4
+        + [Int64(16)]
+        + [Int32(1)] * 5
+    )
 
     @cute.jit
     def entry(
@@ -55,6 +63,12 @@ class PrefillEntry:
         combine_tokens: Int32,
         combine_head: Int32,
         selective: Int32,
+        counters: Int64,
+        chunk_count: Int32,
+        combined_chunks: Int32,
+        chunk_bits: Int32,
+        all_tokens: Int32,
+        place_slots: Int32,
         stream: cuda.CUstream,
     ):
         maps = [tma.example_map(BFloat16) for _ in range(3)]
@@ -97,6 +111,12 @@ class PrefillEntry:
             combine_tokens,
             combine_head,
             selective,
+            counters,
+            chunk_count,
+            combined_chunks,
+            chunk_bits,
+            all_tokens,
+            place_slots,
         ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.dynamic_smem, stream=stream, min_blocks_per_mp=1)
 
 

@@ -328,8 +328,8 @@ class HeadTile:
     def write_row(self, at, l, o, v_scale, bf16_query):
         """This thread's part of a head's output; returns the head's l."""
         total = (l[0] + l[1]) + (l[2] + l[3])
-        inverse = softmax.inverse_or_zero(total) * v_scale
-        self.store_out(at, [x * inverse for x in o], bf16_query)
+        factor = softmax.output_factor(total, v_scale)
+        self.store_out(at, [x * factor for x in o], bf16_query)
         return total
 
     def store_out(self, at, values, bf16_query):

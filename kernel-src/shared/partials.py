@@ -102,7 +102,7 @@ class Partials:
             top = self.over_slots(m, ptx.maximum)
             weight = ptx.exp2(m - top)
             total = self.over_slots(ptx.multiply(l, weight), lambda a, b: a + b)
-            factor = ptx.multiply(weight, ptx.multiply(scale, softmax.inverse_or_zero(total)))
+            factor = ptx.multiply(weight, softmax.output_factor(total, scale))
             result.append((factor, softmax.natural_lse(top, total)))
         return result
 

@@ -76,6 +76,10 @@ class TileLoader:
         lane: Int32,
         first: Int32,
         stop: Int32,
+        stage: Int32,
+        q_parity: Int32,
+        run: Int32,
+        landed: Int32,
         q_map: Int64,
         k_map: Int64,
         v_map: Int64,
@@ -94,12 +98,12 @@ class TileLoader:
         page_bits: Int32,
         softmax_scale: Float32,
     ):
+        """The tiles first .. stop - 1; returns the rings' state, which begins with `empty_rings`."""
         number, packed, page_a, page_b, shift, columns = self.load_head(heads, first, Int32(1))
         head_next = self.load_head(heads, first + 1, Int32(first + 1 < stop))
         number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n = head_next
         entry = self.load_entry(entries, first, packed, lane, Int32(1))
-        stage, q_parity = Int32(0), Int32(1)
-        run, previous, landed = Int32(-1), Int32(-1), Int32(0)
+        previous = Int32(-1)
         limits = (chunk_tokens, width)
         tile_of = (k_scale, k_scale_head, first_head, group, first_token, softmax_scale, q_map, q_policy)
         block_of = (k_map, v_map, page_bits, kv_policy)
@@ -139,6 +143,15 @@ class TileLoader:
         for _ in cutlass.range(self.turns, unroll=1):
             self.publish_end(base, lane, stage, q_parity)
             stage, q_parity = self.stage_after(stage, q_parity)
+        return stage, q_parity, run, landed
+
+    def empty_rings(self):
+        """(stage of Q, parity of its freed fills, number of the newest run, parity of `v_landed`)"""
+        return Int32(0), Int32(1), Int32(-1), Int32(0)
+
+    @cute.jit
+    def end_blocks(self, base: Int32, lane: Int32, run: Int32):
+        """Behind the last run: lets the widening warps end."""
         if cutlass.const_expr(self.fp8):
             run = run + 1
             smem.mbarrier_wait(self.bar(base, "raw_empty", 0), (run & 1) ^ 1)

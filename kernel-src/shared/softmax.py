@@ -75,5 +75,6 @@ def natural_lse(m, l):
     return ptx.select(l == Float32(0.0), Float32(NEG_INF), (m + ptx.log2(l)) * Float32(LN_2))
 
 
-def inverse_or_zero(l):
-    return ptx.select(l == Float32(0.0), Float32(0.0), ptx.reciprocal(l))
+def output_factor(l, v_scale):
+    """Of a row's o: v_scale / l; 0 for an empty row, whatever the scale is, NaN and infinity included."""
+    return ptx.select(l == Float32(0.0), Float32(0.0), ptx.multiply(ptx.reciprocal(l), v_scale))

@@ -53,10 +53,10 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below
 from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
 
 from shared import blackwell, hopper, ptx, smem, tma
-from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile
+from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile, logit_scale
 from shared.entries import DenseEntry
 from shared.program import Program
-from shared.softmax import LN_2, LOG2_E, SMALLEST
+from shared.softmax import LN_2
 
 DIM, ROWS = 128, 128  # of a stage
 NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
@@ -252,7 +252,9 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         row = stage * rows + tidx
         out, lse_at = output.address(row)
         exists = Int32((tidx < rows) & (row < output.rows))
-        factor = scale * output.v_scale
+        total = smem.load_f32(output.sums + (stage * ROWS + tidx) * 4)
+        # An empty row is 0 whatever the scale is, NaN and infinity included.
+        factor = ptx.select(total == Float32(0.0), Float32(0.0), scale * output.v_scale)
         pack = ptx.pack_bf16 if self.kind == "bf16" else ptx.pack_fp16
         lanes = (tidx & 96) << 16
         for start in cutlass.range_constexpr(0, DIM, COPIED):
@@ -267,7 +269,6 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
                     words = [pack(values[i + 2 * j], values[i + 2 * j + 1]) for j in range(4)]
                     ptx.store_words_if(out + Int64(2 * (start + i)), words, exists)
         if output.lse != 0:
-            total = smem.load_f32(output.sums + (stage * ROWS + tidx) * 4)
             largest = smem.load_f32(output.sums + ((self.stages + stage) * ROWS + tidx) * 4)
             lse = (largest * output.scale_log2 + ptx.log2(total)) * LN_2
             lse = ptx.select((total == 0.0) | (total != total), Float32(-Float32.inf), lse)
@@ -369,7 +370,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         negate = Int32(scale < Float32(0.0))
-        scale_log2 = ptx.maximum(ptx.absolute(scale) * LOG2_E, Float32(SMALLEST))
+        scale_log2 = logit_scale(scale)
         cute.arch.sync_threads()
 
         # Branches inside of branches: a value that a later one needs does not live through the softmax.

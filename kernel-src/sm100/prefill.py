@@ -134,6 +134,13 @@ class Prefill(PrefillEntry, TileLoader):
         combine_tokens: Int32,
         combine_head: Int32,
         selective: Int32,
+        # SM90's: a launch of this kernel computes one chunk
+        counters: Int64,
+        chunk_count: Int32,
+        combined_chunks: Int32,
+        chunk_bits: Int32,
+        all_tokens: Int32,
+        place_slots: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -196,11 +203,12 @@ class Prefill(PrefillEntry, TileLoader):
                 elif first < stop:
                     if warp == 0:
                         maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
-                        self.produce(
+                        ring = self.produce(
                             base,
                             lane,
                             first,
                             stop,
+                            *self.empty_rings(),
                             *maps,
                             heads,
                             entries,
@@ -217,6 +225,7 @@ class Prefill(PrefillEntry, TileLoader):
                             page_bits,
                             softmax_scale,
                         )
+                        self.end_blocks(base, lane, ring[2])
                     if cutlass.const_expr(self.fp8):
                         if warp >= FIRST_WIDENER:
                             self.widen_blocks(base, thread - FIRST_WIDENER * 32, lane)

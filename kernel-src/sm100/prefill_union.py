@@ -314,7 +314,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         state: cute.Tensor,
     ):
         """The row; returns whether it has a NaN."""
-        factor = softmax.inverse_or_zero(state[1]) * v_scale
+        factor = softmax.output_factor(state[1], v_scale)
         sums = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         for i in cutlass.range_constexpr(4):
             sums[i] = Float32(0.0)

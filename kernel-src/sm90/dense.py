@@ -50,10 +50,22 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from quack import layout_utils, sm90_utils
 
 from shared import hopper, ptx, smem, tma
-from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, Mask, OneTile, Output, Tile, row_of, transpose_quad
+from shared.dense_tile import (
+    HALF,
+    KEYS,
+    SLAB,
+    Blocks,
+    DenseTiles,
+    Mask,
+    OneTile,
+    Output,
+    Tile,
+    logit_scale,
+    row_of,
+    transpose_quad,
+)
 from shared.entries import DenseEntry
 from shared.program import Program
-from shared.softmax import LOG2_E, SMALLEST
 
 DIM, STAGES = 128, 2
 NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
@@ -184,8 +196,10 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
             row = row_of(thread - 128, r)
             out, lse_at = output.address(row)
             exists = Int32(row < output.rows)
+            # An empty row is 0 whatever the scale is, NaN and infinity included.
+            factor = ptx.select(lse[r] == Float32(-Float32.inf), Float32(0.0), output.v_scale)
             for c in cutlass.range_constexpr(32):
-                values[r, c] = values[r, c] * output.v_scale
+                values[r, c] = values[r, c] * factor
             if output.splits > 1:
                 for i in cutlass.range_constexpr(16):
                     words = [ptx.f32_bits(values[r, 2 * i]), ptx.f32_bits(values[r, 2 * i + 1])]
@@ -330,7 +344,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         negate = Int32(scale < Float32(0.0))
-        scale_log2 = ptx.maximum(ptx.absolute(scale) * LOG2_E, Float32(SMALLEST))
+        scale_log2 = logit_scale(scale)
         cute.arch.sync_threads()
 
         if warp < 4:

@@ -16,24 +16,25 @@ Tile picture
     A token's rows lie in one warp: 16 rows are the warp's, 8 rows one half of its accumulators.
     fp8 K and V are widened exactly to the type of q, once a block.
 
-Roles (512 threads, one CTA an SM; a CTA takes an equal contiguous range of the chunk's tiles)
-    warp 0        reads the lists two tiles ahead, copies K, V (TMA; once a run of tiles of one block) and gathers Q (a box
-                  for each token and half of D); zeroes rows of V past the sequence's end (0 * NaN is NaN)
+Roles (512 threads, one CTA an SM; a CTA takes units: an equal contiguous range of a chunk's tiles)
+    warp 0        takes units and publishes them, reads the lists two tiles ahead, copies K, V (TMA; once a run of tiles of
+                  one block) and gathers Q (a box for each token and half of D); zeroes rows of V past the sequence's end
+                  (0 * NaN is NaN). It runs ahead of the consumers into the next unit.
     warps 1-3     fp8: widen K and V; otherwise idle
-    warps 4-7     combine an earlier chunk (shared/partials.py): the traffic of one chunk's combination runs under the
-                  products of the next, without communication inside the launch
+    warps 4-7     combine earlier chunks (shared/partials.py), in units of their own: the traffic of one chunk's combination
+                  runs under the products of the next
     warps 8-15    two consumer warpgroups of 64 rows: QK of the next tile runs while the tile's PV does, softmax behind
 
 Chunks
-    Launch c computes the partials of chunk c and combines chunk c - 1, finished by the launch before; the last chunk is
-    combined by a launch of its own. Partials of three chunks are kept, so that nothing of launch c but the combining warps
-    waits for launch c - 1: it may start (programmatic dependent launch) while that one ends. Launch c + 1 is allowed to
-    start once the combining warps of every CTA have passed their wait, when launch c - 1 is complete and with it the
-    combination of chunk c - 2, whose place launch c + 1 writes.
+    A launch goes through `chunk_count` chunks, in units that its CTAs take (shared/prefill_units.py). Partials of PLACES
+    chunks are kept, so that nothing but the combining warps waits for what the chunk before computes.
+    With `early` the products begin before the launch ahead of this one has ended. That is for launches of one chunk each,
+    with PLACES places: launch c + 1 is allowed to start once the combining warps of every CTA have passed their wait.
 
 Shared memory (bytes)
     K and V 3 x 32,768 in turn, Q 3 x 32,768 (fp8: 2, and raw K and V of 16,384 each), combine 32,768
-    then mbarriers, for each stage of Q what the consumers must know of the tile, and the weights of a combined row
+    then mbarriers, for each stage of Q what the consumers must know of the tile, the weights of a combined row, and the
+    numbers of two units
 
 Partials
     In the order of the accumulators (shared/partials.py): a store is a full 512 bytes of a warp and needs no shuffle. fp16
@@ -55,7 +56,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from shared import hopper, ptx, smem, softmax, tma
+from shared import hopper, progress, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
 from shared.prefill_loader import (
     CONSUMER_WARPS,
@@ -66,9 +67,9 @@ from shared.prefill_loader import (
     META_BYTES,
     NEW,
     TILE_BYTES,
-    TileLoader,
     step_of,
 )
+from shared.prefill_units import COMBINED, DONE, PLACES, PROGRESS_BYTES, Units
 from shared.entries import PrefillEntry
 from shared.program import Program
 
@@ -76,7 +77,7 @@ FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
 REGISTERS = (32, 80, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 
 
-class Prefill(PrefillEntry, TileLoader):
+class Prefill(PrefillEntry, Units):
     """One variant: dtype of q (and of the products) and of KV."""
 
     threads = 512
@@ -86,6 +87,7 @@ class Prefill(PrefillEntry, TileLoader):
         super().__init__(q_dtype, kv_dtype, rows, self.combine.ring_bytes, self.combine.weights_bytes)
         self.pack = ptx.pack_bf16 if q_dtype == "bf16" else ptx.pack_fp16
         self.lift = 7.0 if q_dtype == "f16" else 0.0
+        self.place_units()
 
     # ---- the kernel
 
@@ -104,9 +106,9 @@ class Prefill(PrefillEntry, TileLoader):
         k_scale_head: Int64,
         q_policy: Int64,  # L2 eviction priorities: of q, of K and V
         kv_policy: Int64,
-        chunk: Int32,  # in the list of chunks
-        first_token: Int32,
-        tokens: Int32,  # of the chunk
+        chunk: Int32,  # the launch's first in the list of chunks
+        first_token: Int32,  # of the chunk; SM100's, as the next two: here a launch has several chunks
+        tokens: Int32,
         first_head: Int32,
         chunk_heads: Int32,  # KV heads of the chunk
         kv_heads: Int32,  # in all
@@ -117,8 +119,8 @@ class Prefill(PrefillEntry, TileLoader):
         early: Int32,  # 1: the lists were finished by a kernel before the one ahead of this
         opaque: Int32,  # 0
         softmax_scale: Float32,
-        # the combination of the chunk before; combine_tokens 0: none
-        combine_partials: Int64,
+        # the combination
+        combine_partials: Int64,  # SM100's, as sums
         combine_sums: Int64,
         state: Int64,
         out: Int64,
@@ -129,13 +131,18 @@ class Prefill(PrefillEntry, TileLoader):
         lse_token: Int64,
         lse_head: Int64,
         v_scale_head: Int64,
-        combine_token: Int32,
+        combine_token: Int32,  # SM100's, as the next two
         combine_tokens: Int32,
         combine_head: Int32,
         selective: Int32,
+        counters: Int64,  # of the launch's first chunk
+        chunk_count: Int32,
+        combined_chunks: Int32,  # of them that this launch combines
+        chunk_bits: Int32,
+        all_tokens: Int32,
+        place_slots: Int32,  # partials of a place
     ):
         thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
@@ -150,21 +157,26 @@ class Prefill(PrefillEntry, TileLoader):
             for stage in cutlass.range_constexpr(2):
                 smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
                 smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
+                smem.mbarrier_init(self.bar(base, "unit_full", stage), 1)
+                smem.mbarrier_init(self.bar(base, "unit_empty", stage), CONSUMER_WARPS)
             smem.mbarrier_init(base + self.v_landed, 1)
         ptx.barrier()
         if (warp >= FIRST_COMBINER) & (warp < FIRST_CONSUMER):
             hopper.give_registers(REGISTERS[1])
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
-            rows = combine_tokens * chunk_heads
-            self.combine.walk(
-                base + self.ring_at,
-                base + self.weights_at,
+            self.combine_units(
+                base,
                 thread - FIRST_COMBINER * 32,
-                Int32(Int64(rows) * Int64(cta) // Int64(ctas)),
-                Int32(Int64(rows) * Int64(cta + 1) // Int64(ctas)),
-                combine_partials,
-                combine_sums,
+                counters,
+                combined_chunks,
+                ctas,
+                chunk,
+                chunk_bits,
+                all_tokens,
+                place_slots,
+                partials,
+                sums,
                 state,
                 out,
                 lse,
@@ -174,8 +186,6 @@ class Prefill(PrefillEntry, TileLoader):
                 lse_token,
                 lse_head,
                 v_scale_head,
-                combine_token,
-                combine_head,
                 chunk_heads,
                 kv_heads,
                 group,
@@ -185,55 +195,51 @@ class Prefill(PrefillEntry, TileLoader):
         else:
             if early == 0:
                 ptx.wait_for_previous_kernel()
-            begin, end = ptx.load_i32_batch(
-                [(chunks + Int64(chunk) * 4, Int32(1), 0), (chunks + Int64(chunk) * 4 + 4, Int32(1), 0)]
-            )
-            begin = ptx.clamp(begin, Int32(0), most_tiles)
-            count = ptx.clamp(end, begin, most_tiles) - begin
-            first = begin + Int32(Int64(count) * Int64(cta) // Int64(ctas))
-            stop = begin + Int32(Int64(count) * Int64(cta + 1) // Int64(ctas))
             if warp < FIRST_COMBINER:
                 hopper.give_registers(REGISTERS[0])
-                if first < stop:
-                    if warp == 0:
-                        maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
-                        self.produce(
-                            base,
-                            lane,
-                            first,
-                            stop,
-                            *maps,
-                            heads,
-                            entries,
-                            k_scale,
-                            k_scale_head,
-                            q_policy,
-                            kv_policy,
-                            first_token,
-                            tokens,
-                            first_head,
-                            chunk_heads,
-                            group,
-                            width,
-                            page_bits,
-                            softmax_scale,
-                        )
-                    if cutlass.const_expr(self.fp8):
-                        if warp > 0:
-                            self.widen_blocks(base, thread - 32, lane)
+                if warp == 0:
+                    self.produce_units(
+                        base,
+                        lane,
+                        counters,
+                        chunk_count,
+                        ctas,
+                        chunk,
+                        chunk_bits,
+                        all_tokens,
+                        chunks,
+                        most_tiles,
+                        *[tma.map_address(m) for m in (q_map, k_map, v_map)],
+                        heads,
+                        entries,
+                        k_scale,
+                        k_scale_head,
+                        q_policy,
+                        kv_policy,
+                        chunk_heads,
+                        group,
+                        width,
+                        page_bits,
+                        softmax_scale,
+                    )
+                if cutlass.const_expr(self.fp8):
+                    if warp > 0:
+                        self.widen_blocks(base, thread - 32, lane)
             else:
                 hopper.take_registers(REGISTERS[2])
-                if first < stop:
-                    self.consume(
-                        base,
-                        warp - FIRST_CONSUMER,
-                        lane,
-                        partials,
-                        sums,
-                        chunk_heads * width,
-                        width,
-                        opaque,
-                    )
+                self.consume(
+                    base,
+                    warp - FIRST_CONSUMER,
+                    lane,
+                    counters,
+                    ctas,
+                    place_slots,
+                    partials,
+                    sums,
+                    chunk_heads * width,
+                    width,
+                    opaque,
+                )
 
     # ---- consumers
 
@@ -269,28 +275,73 @@ class Prefill(PrefillEntry, TileLoader):
         base: Int32,
         warp: Int32,
         lane: Int32,
+        counters: Int64,
+        ctas: Int32,
+        place_slots: Int32,
         partials: Int64,
         sums: Int64,
         token_slots: Int32,
         width: Int32,
         opaque: Int32,
     ):
+        """All units of the CTA."""
         S = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         O = cute.make_rmem_tensor(cute.make_layout(64), Float32)
         P = cute.make_rmem_tensor(cute.make_layout(32), Int32)
+        k_use, v_use = Int32(-2), Int32(-1)  # of the ring: even uses are K, odd ones V
+        stage, parity = Int32(0), Int32(0)
+        which, turn = Int32(0), Int32(0)
+        number = self.next_unit(base, lane, which, turn)
+        while number >= 0:
+            chunk_counters = counters + Int64(number) * PROGRESS_BYTES
+            if number >= PLACES:
+                progress.wait_for(chunk_counters - PLACES * PROGRESS_BYTES + COMBINED, ctas)
+            first_place = self.place_of(number) * place_slots
+            k_use, v_use, stage, parity = self.consume_unit(
+                base, warp, lane, k_use, v_use, stage, parity, S, O, P, partials, sums, first_place,
+                token_slots, width, opaque,
+            )  # fmt: skip
+            ptx.warp_barrier()
+            progress.add_if(chunk_counters + DONE, Int32(1), lane == 0)
+            which = which ^ 1
+            turn = turn ^ (which ^ 1)
+            number = self.next_unit(base, lane, which, turn)
+
+    @cute.jit
+    def consume_unit(
+        self,
+        base: Int32,
+        warp: Int32,
+        lane: Int32,
+        k_use: Int32,
+        v_use: Int32,
+        stage: Int32,
+        parity: Int32,
+        S: cute.Tensor,
+        O: cute.Tensor,
+        P: cute.Tensor,
+        partials: Int64,
+        sums: Int64,
+        first_place: Int32,
+        token_slots: Int32,
+        width: Int32,
+        opaque: Int32,
+    ):
         group_at = (warp >> 2) * 8192  # a warpgroup's 64 rows in a half of Q
-        k_use, v_use = Int32(0), Int32(-1)  # of the ring: even uses are K, odd ones V
-        smem.mbarrier_wait(self.bar(base, "q_full", 0), 0)
-        entry0, entry1, flags, shift, columns, scale = self.read_meta(base, 0, warp)
-        smem.mbarrier_wait(self.bar(base, "kv_full", 0), 0)
-        self.multiply_keys(S, base + self.q_at + group_at, base + self.kv_at)
+        smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
+        entry0, entry1, flags, shift, columns, scale = self.read_meta(base, stage, warp)
+        k_use = k_use + 2
+        self.wait_for_block(base, k_use)
+        k_stage = step_of(k_use)[0]
+        q = base + self.q_at + stage * TILE_BYTES + group_at
+        self.multiply_keys(S, q, base + self.kv_at + k_stage * TILE_BYTES)
         hopper.wait(0, S)
-        self.release(base, lane, "q_empty", Int32(0), Int32(1))
-        self.release(base, lane, "kv_empty", Int32(0), flags & LAST)
-        place0, place1 = self.places(entry0, entry1, flags, token_slots, width)
+        self.release(base, lane, "q_empty", stage, Int32(1))
+        self.release(base, lane, "kv_empty", k_stage, flags & LAST)
+        place0, place1 = self.places(entry0, entry1, flags, first_place, token_slots, width)
         self.probabilities(S, lane, entry0, entry1, shift, columns, scale, place0, place1, sums)
         self.round_probabilities(S, P)
-        stage, parity = Int32(1), Int32(0)
+        stage, parity = self.stage_after(stage, parity)
         done0, done1 = Int32(-1), Int32(-1)
         for i in cutlass.range_constexpr(64):
             O[i] = Float32(0.0)
@@ -314,7 +365,7 @@ class Prefill(PrefillEntry, TileLoader):
             hopper.wait(1, S)
             self.release(base, lane, "q_empty", stage, Int32(1))
             self.release(base, lane, "kv_empty", k_stage, flags_n & LAST)
-            next0, next1 = self.places(entry0, entry1, flags_n, token_slots, width)
+            next0, next1 = self.places(entry0, entry1, flags_n, first_place, token_slots, width)
             self.probabilities(S, lane, entry0, entry1, shift, columns, scale, next0, next1, sums)
             hopper.pin(S)
             # Keeps ptxas from moving the wait ahead of the exponentials, which would end the overlap.
@@ -327,30 +378,31 @@ class Prefill(PrefillEntry, TileLoader):
             self.round_probabilities(S, P)
             done0, done1 = place0, place1
             place0, place1, flags = next0, next1, flags_n
-            stage = stage + 1
-            if stage == self.q_stages:
-                stage, parity = Int32(0), parity ^ 1
+            stage, parity = self.stage_after(stage, parity)
             smem.mbarrier_wait(self.bar(base, "q_full", stage), parity)
             entry0, entry1, flags_n, shift, columns, scale = self.read_meta(base, stage, warp)
+        ptx.warp_barrier()
+        self.release(base, lane, "q_empty", stage, Int32(1))
+        stage, parity = self.stage_after(stage, parity)
         self.store_partial(O, lane, done0, done1, partials)
         hopper.pin(O)
         if (flags & NEW) != 0:
             v_use = v_use + 2
             self.wait_for_block(base, v_use)
-        self.multiply_values(O, P, base + self.kv_at + step_of(v_use)[0] * TILE_BYTES)
+        v_stage = step_of(v_use)[0]
+        self.multiply_values(O, P, base + self.kv_at + v_stage * TILE_BYTES)
         hopper.wait(0, O)
+        self.release(base, lane, "kv_empty", v_stage, Int32(1))
         self.store_partial(O, lane, place0, place1, partials)
+        return k_use, v_use, stage, parity
 
     def wait_for_block(self, base, use):
         stage, parity = step_of(use)
         smem.mbarrier_wait(self.bar(base, "kv_full", stage), parity)
 
-    def release(self, base, lane, name, stage, ok):
-        hopper.mbarrier_arrive_if(self.bar(base, name, stage), Int32((lane == 0) & (ok != 0)))
-
-    def places(self, entry0, entry1, flags, token_slots, width):
+    def places(self, entry0, entry1, flags, first_place, token_slots, width):
         """Number of the partial of each half of the rows; -1: none."""
-        head_slots = (flags >> 8) * width
+        head_slots = first_place + (flags >> 8) * width
         numbers = [(entry >> 5) * token_slots + head_slots + (entry & 31) for entry in (entry0, entry1)]
         return [ptx.select(entry < 0, Int32(-1), n) for entry, n in zip((entry0, entry1), numbers)]
 

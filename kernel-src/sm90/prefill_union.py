@@ -324,7 +324,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         for h in cutlass.range_constexpr(2):
             l = state[2 + h] + ptx.shuffle_xor_f32(state[2 + h], 1)
             l = l + ptx.shuffle_xor_f32(l, 2)
-            factor = softmax.inverse_or_zero(l) * v_scale
+            factor = softmax.output_factor(l, v_scale)
             at = row + Int64(h * 8) * out_head + Int64((t >> 1) * 8 + (t & 1) * 16)
             for i in cutlass.range_constexpr(8):
                 values = [ptx.multiply(O[8 * i + 4 * n + 2 * h + c], factor) for n in range(2) for c in range(2)]

@@ -277,7 +277,7 @@ KERNELS = sorted((ROOT / "build" / "kernels").glob("*.json")) if (ROOT / "build"
 def test_the_driver_sees_the_manifests_parameters():
     torch.zeros(1, device=DEVICE)
     cuda = ctypes.CDLL("libcuda.so.1")
-    capability = "sm_%d%da" % torch.cuda.get_device_capability()
+    capability = "sm_{}{}a".format(*torch.cuda.get_device_capability())
     seen = {True: 0, False: 0}
     for path in KERNELS:
         facts = json.loads(path.read_text())

@@ -452,8 +452,8 @@ def test_the_next_kernel_and_the_one_before():
         args, options = (left, right)[i % 2]
         for target, source in zip(live_args, args):
             target.copy_(source)
-        for name in live_options:
-            live_options[name].copy_(options[name])
+        for name, target in live_options.items():
+            target.copy_(options[name])
         out, lse = run(live_args, live_options, SPLITS[i % len(SPLITS)])
         results.append((out + 0, lse + 0))
     torch.cuda.synchronize()

@@ -18,7 +18,7 @@ import m3_sparse
 from m3_sparse import ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import selections  # noqa: E402
+import selections
 
 DEVICE = "cuda"
 UNION, KV_STATIONARY, DECODE, BY_SEQUENCE, WIDENED = 1, 2, 3, 4, 5
@@ -121,7 +121,7 @@ def expected_lists(args, options, causal=True):
                     if max(own) >= 0:
                         entries.append((x, masks[x], own))
                         distinct += (masks[x] & 15 > 0) + (masks[x] >> 4 > 0)
-                        pairs += bin(masks[x]).count("1")
+                        pairs += masks[x].bit_count()
                 lists[head, first] = entries
         stats.append((distinct, pairs))
     return lists, [int(4 * d >= THRESHOLD * n and n > 0) for d, n in stats[:-1]]

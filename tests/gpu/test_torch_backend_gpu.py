@@ -6,12 +6,12 @@ torch.cuda.set_sync_debug_mode("error") makes every synchronising torch call rai
 import contextlib
 import dataclasses
 
+import cases
+import oracle
 import pytest
 import torch
 
-import cases
 import m3_sparse
-import oracle
 
 LENGTHS = {"q_lens": [3, 0, 5, 1, 9], "kv_lens": [1290, 33, 2500, 1, 129], "pad_rows": 2}
 

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("transformers.models.minimax_m3_vl")
 
-import tiny_models  # noqa: E402
+import tiny_models
 
-import m3_sparse  # noqa: E402
+import m3_sparse
 
 m3_sparse.register_transformers()
 

@@ -100,7 +100,7 @@ def build():
     return library
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load():
     library = ctypes.CDLL(str(build()))
     library.ptxemu_program.restype = ctypes.c_void_p
@@ -113,7 +113,7 @@ def load():
     return library
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def handler(name):
     """The number of a handler of the core, or -1."""
     return load().ptxemu_handler(name.encode())

@@ -66,10 +66,10 @@ class EmulatingDriver(RecordingDriver):
                     (self.last_cluster, 1, 1),
                     memory=self.memory,
                     policy=self.policy,
-                )  # fmt: skip
+                )
             )
             return 0
-        except Exception as error:  # a callback from C can't raise
+        except Exception as error:  # noqa: BLE001  a callback from C can't raise
             self.error = error
             return 719  # CUDA_ERROR_LAUNCH_FAILED
 

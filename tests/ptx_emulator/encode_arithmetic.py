@@ -354,10 +354,6 @@ def elect(p, m, args):
     p.emit("elect", [row, p.destination(pred.strip(), "pred"), p.source(args[1], 32)])
 
 
-def no_operation(p, m, args):
-    p.emit("nothing")
-
-
 ENCODERS = {
     "add": add_or_sub, "sub": add_or_sub, "mul": mul, "mad": mad, "fma": fma, "div": division, "rem": division,
     "min": extremum, "max": extremum, "neg": sign, "abs": sign, "copysign": copysign,
@@ -367,5 +363,5 @@ ENCODERS = {
     "rcp": unary_float, "rsqrt": unary_float, "sqrt": unary_float, "ex2": unary_float, "lg2": unary_float,
     "sin": unary_float, "cos": unary_float, "tanh": unary_float,
     "shfl": shfl, "vote": vote, "match": match, "redux": redux, "activemask": activemask, "elect": elect,
-    "nanosleep": no_operation, "trap": lambda p, m, args: p.emit("trap"),
+    "nanosleep": lambda p, m, args: p.emit("sleep"), "trap": lambda p, m, args: p.emit("trap"),
 }  # fmt: skip

@@ -124,7 +124,7 @@ def launch(ptx, entry, grid, block, smem, params, cluster=(1, 1, 1), memory=None
         params = pack(program, params)
     elif len(params) != program.param_bytes:
         raise ValueError(f"{program.entry.name} takes {program.param_bytes} bytes of parameters, got {len(params)}")
-    three = lambda x: tuple(x) + (1,) * (3 - len(tuple(x))) if not isinstance(x, int) else (x, 1, 1)  # noqa: E731
+    three = lambda x: tuple(x) + (1,) * (3 - len(tuple(x))) if not isinstance(x, int) else (x, 1, 1)
     grid, block, cluster = three(grid), three(block), three(cluster)
     threads = program.entry.threads
     if threads and threads != block:

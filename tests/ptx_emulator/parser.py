@@ -93,12 +93,12 @@ def split_arguments(text):
 def parse(text):
     """The entries of a PTX file."""
     text = re.sub(r"//[^\n]*", "", text)
-    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group(0).count("\n"), text, flags=re.S)
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group(0).count("\n"), text, flags=re.DOTALL)
     newlines = [m.start() for m in re.finditer("\n", text)]
     target = re.search(r"\.target\s+([\w, ]+)", text)
     module = Module({}, {}, {}, target.group(1).strip() if target else "")
     position = 0
-    for m in re.finditer(r"\.entry\s+([\w$]+)\s*(\((.*?)\))?([^{;]*)\{", text, re.S):
+    for m in re.finditer(r"\.entry\s+([\w$]+)\s*(\((.*?)\))?([^{;]*)\{", text, re.DOTALL):
         declare_shared(module, text[position : m.start()])
         entry = Entry(m.group(1))
         for align, bits, name, count in PARAM.findall(m.group(3) or ""):
@@ -177,9 +177,9 @@ class Body:
         if text.startswith("."):
             raise Unsupported(f"PTX line {line}: {text}")
         guard, negated, rest = "", False, text
-        if m := re.match(r"@(!?)\s*([%\w$]+)\s+(.*)", text, re.S):
+        if m := re.match(r"@(!?)\s*([%\w$]+)\s+(.*)", text, re.DOTALL):
             negated, guard, rest = m[1] == "!", m[2], m[3]
-        op, arguments = re.match(r"(\S+)\s*(.*)", rest, re.S).groups()
+        op, arguments = re.match(r"(\S+)\s*(.*)", rest, re.DOTALL).groups()
         if len(self.scopes) > 1:
             arguments, guard = self.renamed(arguments), self.renamed(guard)
         instruction = Instruction(op, split_arguments(arguments), guard, negated, line, " ".join(text.split()))
@@ -188,7 +188,7 @@ class Body:
             self.pending.append((instruction, list(self.scopes)))
 
     def declare_registers(self, text, line):
-        m = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
+        m = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.DOTALL)
         if m[1] not in REGISTER_WIDTHS:
             raise Unsupported(f"PTX line {line}: registers of type {m[1]}")
         for declared in m[2].split(","):

@@ -41,6 +41,7 @@ def main():
         emulation = Emulation(folder, TESTS.parent / "build" / "kernels")
         emulation.install(load_package(options.variant))
         import cases
+
         from m3_sparse import ops
 
         print("cache | CTAs a row | million warp instructions | " + " | ".join(f"M/s {p}" for p in POLICIES))

@@ -80,7 +80,7 @@ class Witness:
                 (cluster, 1, 1), memory=self.written, read_only=self.read, policy=self.policy,
             )  # fmt: skip
             return 0
-        except Exception as error:  # a callback from C can't raise
+        except Exception as error:  # noqa: BLE001  a callback from C can't raise
             self.error = error
             return 719  # cudaErrorLaunchFailure
 

@@ -8,6 +8,13 @@
 namespace m3_sparse::launch {
 namespace {
 
+std::string failure(const Driver& driver, CUresult result, const char* call) {
+  const char* text = nullptr;
+  if (driver.GetErrorString(result, &text) != CUDA_SUCCESS) text = nullptr;
+  return std::string("m3_sparse: ") + call + " failed with error " + std::to_string(result) + ": " +
+         (text ? text : "unknown");
+}
+
 // `version` is the CUDA release that brought this form of the function.
 template <class Function>
 void resolve(decltype(&cuGetProcAddress) get, Function& function, const char* name, int version) {
@@ -39,8 +46,7 @@ Driver load() {
   resolve(get, d.LaunchKernelEx, "cuLaunchKernelEx", 11060);
   resolve(get, d.TensorMapEncodeTiled, "cuTensorMapEncodeTiled", 12000);
   d.host_memory = dlsym(library, "m3_sparse_host_memory") != nullptr;
-  if (CUresult result = d.Init(0); result != CUDA_SUCCESS)
-    throw std::runtime_error("m3_sparse: cuInit failed with error " + std::to_string(result));
+  if (CUresult result = d.Init(0); result != CUDA_SUCCESS) throw std::runtime_error(failure(d, result, "cuInit"));
   return d;
 }
 
@@ -52,11 +58,7 @@ const Driver& driver() {
 }
 
 void check(CUresult result, const char* call) {
-  if (result == CUDA_SUCCESS) return;
-  const char* text = nullptr;
-  driver().GetErrorString(result, &text);
-  throw std::runtime_error(std::string("m3_sparse: ") + call + " failed with error " + std::to_string(result) + ": " +
-                           (text ? text : "unknown"));
+  if (result != CUDA_SUCCESS) throw std::runtime_error(failure(driver(), result, call));
 }
 
 }  // namespace m3_sparse::launch

@@ -17,6 +17,7 @@ struct Image {
   int num_params;
   unsigned block[3];
   unsigned dynamic_smem;
+  const char* kernel;  // stem of its file in kernel-src
 };
 
 }  // namespace m3_sparse

@@ -10,6 +10,7 @@
 
 #include "cubins.h"
 #include "driver.h"
+#include "jit.h"
 
 namespace m3_sparse::launch {
 namespace {
@@ -24,7 +25,7 @@ struct Loaded {
   std::atomic<std::uint64_t> ready_devices{0};
 };
 
-Loaded loaded[cubins::kNumImages];
+Loaded loaded[2 * cubins::kNumImages];  // the embedded images, then those compiled at run time (jit.h)
 std::mutex load_mutex;
 
 int ordinal(int device) { return device < 0 ? 0 : device; }
@@ -51,7 +52,9 @@ class CurrentContext {
   explicit CurrentContext(int device) {
     CUdevice current = -1;
     const Driver& d = driver();
-    if (d.CtxGetDevice(&current) == CUDA_SUCCESS && current == device) return;
+    const CUresult result = d.CtxGetDevice(&current);
+    if (result == CUDA_SUCCESS && current == device) return;
+    if (result != CUDA_ERROR_INVALID_CONTEXT) check(result, "cuCtxGetDevice");
     // Retained for the life of the process, as torch itself does.
     static std::atomic<CUcontext> contexts[kMaxDevices];
     CUcontext context = contexts[device].load(std::memory_order_acquire);
@@ -62,9 +65,16 @@ class CurrentContext {
     check(d.CtxPushCurrent(context), "cuCtxPushCurrent");
     pushed_ = true;
   }
+  // Where another error is on its way, that one is reported.
   ~CurrentContext() {
     CUcontext context;
     if (pushed_) driver().CtxPopCurrent(&context);
+  }
+  void restore() {
+    CUcontext context;
+    if (!pushed_) return;
+    pushed_ = false;
+    check(driver().CtxPopCurrent(&context), "cuCtxPopCurrent");
   }
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
@@ -153,7 +163,8 @@ int multiprocessors(int device) {
   return cached(cache, device, [device] { return attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device); });
 }
 
-void run(const Image& image, Grid grid, int device, void** params, Options options) {
+void run(const Image& embedded, Grid grid, int device, void** params, Options options) {
+  const Image& image = jit::active() ? jit::supplied(embedded) : embedded;
   CurrentContext context(ordinal(device));
   CUkernel kernel = prepare(image, ordinal(device), options.cluster);
   CUlaunchConfig config{};
@@ -184,6 +195,7 @@ void run(const Image& image, Grid grid, int device, void** params, Options optio
     attribute.value.sharedMemCarveout = static_cast<unsigned>(options.carveout);
   }
   check(driver().LaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel), params, nullptr), "cuLaunchKernelEx");
+  context.restore();
 }
 
 }  // namespace m3_sparse::launch

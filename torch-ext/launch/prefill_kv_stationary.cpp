@@ -27,11 +27,10 @@ using CountParams =
                    I64, I64, I64, I64,                           // bytes: ids token, head, slot; page table row
                    I32, I32, I32, I32, I32, I32, I32, I32, I32,
                    I32>;  // T, B, Hkv, K, M, P, log2 page, reach, blocks, causal
-using ScanParams = launch::Params<Address, Address, Address, Address, Address, Address,  // offsets, lengths,
-                                                                                         // formulation, counts, bins,
-                                                                                         // rows
-                                  I32, I32, I32, I32, I32, I32, I32,
-                                  I32>;  // T, B, Hkv, reach, blocks, log2 chunk, its heads, log2 tile
+using ScanParams = launch::Params<Address, Address, Address, Address, Address, Address,
+                                  Address,  // offsets, lengths, formulation, counts, bins, rows, counters
+                                  I32, I32, I32, I32, I32, I32, I32, I32,
+                                  I32>;  // T, B, Hkv, reach, blocks, log2 chunk, its heads, log2 tile, chunks
 using ScatterParams =
     launch::Params<Address, Address, Address, Address, Address,           // ids, page table, offsets, lengths, state
                    Address, Address, Address, Address, Address, Address,  // counts, bins, rows, chunks, heads, entries
@@ -47,7 +46,9 @@ using ForwardParams =
                    float,
                    // the combination of the chunk before: as CombineParams, its first token, tokens, first head
                    Address, Address, Address, Address, Address, Address, I64, I64, I64, I64, I64, I32, I32, I32,
-                   I32>;  // some sequences may not take part
+                   I32,  // some sequences may not take part
+                   // SM90: counters; chunks that the launch computes and combines; log2 chunk, T, partials of a place
+                   Address, I32, I32, I32, I32, I32>;
 using CombineParams = launch::Params<Address, Address, Address, Address, Address,
                                      Address,                  // partials, sums, state, out, lse, v_scale
                                      I64, I64, I64, I64, I64,  // bytes: out token, head; lse token, head; v_scale head
@@ -130,7 +131,7 @@ constexpr I64 kMostPartialBytes = I64{272} << 20, kMostListBytes = I64{256} << 2
 // with 4, 2 and 1 heads a chunk.
 constexpr I64 kLeastChoices = 16384;
 constexpr I64 kEvictNormal = 0x1000000000000000, kEvictLast = 0x14F0000000000000;
-constexpr int kHeadBytes = 32;
+constexpr int kHeadBytes = 32, kCounterBytes = 16;
 
 I64 ceil_div(I64 a, I64 b) { return (a + b - 1) / b; }
 
@@ -154,7 +155,8 @@ struct Shape {
 
 // The workspace in pieces of 256-byte multiples.
 struct Workspace {
-  I64 counts, state, bins, rows, chunks, heads, entries, partials[kPlaces], sums[kPlaces], bytes;
+  I64 counts, state, bins, rows, chunks, counters, heads, entries, partials, sums, bytes;
+  I64 place_slots;  // partials of a place
   Workspace(const Shape& s, const KvStationaryPlan& p) {
     I64 at = 0;
     auto take = [&](I64 size) {
@@ -163,17 +165,17 @@ struct Workspace {
       return start;
     };
     const I64 slots = std::min<I64>(s.tokens, I64{1} << p.chunk_bits) * p.chunk_heads * s.width;
+    place_slots = (slots + 3) / 4 * 4;  // of 64 bytes or more in `sums`
     counts = take(p.units * s.heads * s.blocks * 4);
     state = take(s.tokens * s.heads * 8);
     bins = take(p.segments * s.heads * s.blocks * 8);
     rows = take(p.segments * s.heads * 4);
     chunks = take((p.chunks + 1) * 4);
+    counters = take(p.chunks * kCounterBytes);
     heads = take(p.most_tiles * kHeadBytes);
     entries = take(p.most_tiles * (128 / p.rows) * 4);
-    for (I64 place = 0; place < std::min(p.chunks, kPlaces); ++place) {
-      partials[place] = take(partial_bytes(slots, p.rows));
-      sums[place] = take(sums_bytes(slots, p.rows));
-    }
+    partials = take(partial_bytes(place_slots, p.rows) * std::min(p.chunks, kPlaces));
+    sums = take(sums_bytes(place_slots, p.rows) * std::min(p.chunks, kPlaces));
     bytes = at;
   }
 };
@@ -213,8 +215,8 @@ void invert(const DecodeArguments& a, const Shape& s, const KvStationaryPlan& p,
                    causal}});
   run(cubins::invert_scan, segments, device,
       ScanParams{{a.cu_seqlens_q.data_ptr(), a.seqused_k.data_ptr(), formulation, base + w.counts, base + w.bins,
-                  base + w.rows, narrow(s.tokens), narrow(s.requests), narrow(s.heads), narrow(s.reach),
-                  narrow(s.blocks), p.chunk_bits, p.chunk_heads, tile_bits}});
+                  base + w.rows, base + w.counters, narrow(s.tokens), narrow(s.requests), narrow(s.heads),
+                  narrow(s.reach), narrow(s.blocks), p.chunk_bits, p.chunk_heads, tile_bits, narrow(p.chunks)}});
   run(cubins::invert_scatter, units, device,
       ScatterParams{{a.block_indices.data_ptr(),
                      a.block_table.data_ptr(),
@@ -317,27 +319,32 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
   const Program combine = combine_program(a.q.scalar_type(), p.rows, !fused);
   const I32 selective = formulation != nullptr ? 1 : 0;
   struct Chunk {
-    I64 first_token, tokens, first_head, place;
+    I64 first_token, tokens, first_head, first_place;
   };
   auto chunk_of = [&](I64 number) {
     const I64 first = number % p.token_chunks << p.chunk_bits;
     return Chunk{first, std::min(s.tokens - first, I64{1} << p.chunk_bits), number / p.token_chunks * p.chunk_heads,
-                 number % kPlaces};
+                 number % kPlaces * w.place_slots};
   };
+  auto partials_of = [&](const Chunk& c) { return base + w.partials + partial_bytes(c.first_place, p.rows); };
+  auto sums_of = [&](const Chunk& c) { return base + w.sums + sums_bytes(c.first_place, p.rows); };
   // Combines a chunk by itself; the forward of the next chunk has these arguments too.
   auto combine_params = [&](const Chunk& c) {
-    return CombineParams{{base + w.partials[c.place], base + w.sums[c.place], base + w.state, a.out.data_ptr(),
-                          address(a.lse), address(a.v_scale), a.out.stride(0) * 2, a.out.stride(1) * 2,
+    return CombineParams{{partials_of(c), sums_of(c), base + w.state, a.out.data_ptr(), address(a.lse),
+                          address(a.v_scale), a.out.stride(0) * 2, a.out.stride(1) * 2,
                           a.lse.has_value() ? a.lse->stride(0) * 4 : I64{0},
                           a.lse.has_value() ? a.lse->stride(1) * 4 : I64{0}, scale_stride(a.v_scale),
                           narrow(c.first_token), narrow(c.tokens), narrow(c.first_head), p.chunk_heads, narrow(s.heads),
                           narrow(s.group), narrow(s.width), selective}};
   };
   const I64 ctas = launch::multiprocessors(device);
-  for (I64 number = 0; number < p.chunks; ++number) {
+  // One launch for all chunks, or one a chunk.
+  const bool together = fused && launch::compute_capability(device) == 90;
+  for (I64 number = 0; number < p.chunks; number += together ? p.chunks : 1) {
     const Chunk c = chunk_of(number);
     const bool beside = fused && number > 0;
-    const auto [partials, sums, state, out, lse, v_scale, out_token, out_head, lse_token, lse_head, scale_head,
+    const I64 count = together ? p.chunks : 1, last = number + count - 1;
+    const auto [before, before_sums, state, out, lse, v_scale, out_token, out_head, lse_token, lse_head, scale_head,
                 first_token, tokens, first_head, chunk_heads, heads, group, width, some] =
         combine_params(beside ? chunk_of(number - 1) : c).values;
     run(forward, {static_cast<unsigned>(ctas)}, device,
@@ -347,8 +354,8 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        base + w.chunks,
                        base + w.heads,
                        base + w.entries,
-                       base + w.partials[c.place],
-                       base + w.sums[c.place],
+                       partials_of(c),
+                       sums_of(c),
                        address(a.k_scale),
                        scale_stride(a.k_scale),
                        kEvictLast,
@@ -366,8 +373,8 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        number > 0 ? 1 : 0,
                        0,
                        static_cast<float>(a.softmax_scale),
-                       partials,
-                       sums,
+                       before,
+                       before_sums,
                        state,
                        out,
                        lse,
@@ -380,11 +387,18 @@ void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, in
                        first_token,
                        beside ? tokens : 0,
                        first_head,
-                       some}});
-    if (!fused || number + 1 == p.chunks) {
-      const I64 rows = c.tokens * p.chunk_heads;
+                       some,
+                       base + w.counters + number * kCounterBytes,
+                       narrow(count),
+                       narrow(count - 1),
+                       p.chunk_bits,
+                       narrow(s.tokens),
+                       narrow(w.place_slots)}});
+    if (!fused || last + 1 == p.chunks) {
+      const Chunk ended = chunk_of(last);
+      const I64 rows = ended.tokens * p.chunk_heads;
       run(combine, {static_cast<unsigned>(fused ? std::min(rows, kCombiners * ctas) : rows)}, device,
-          combine_params(c));
+          combine_params(ended));
     }
   }
 }

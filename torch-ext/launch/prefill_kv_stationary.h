@@ -23,7 +23,7 @@ const char* kv_stationary_refuses(const DecodeArguments& a);
 
 // neutral/invert.py, sm90/prefill.py, neutral/prefill_combine.py. `formulation`: int32 [B] on the device; only
 // sequences with a 1 are computed, rows of others are not written. Null: all. Rows past the last sequence are written
-// as empty rows in either case. `chunk_bits`, `chunk_heads` 0: the plan's.
+// as empty rows in either case, unless no sequence takes part. `chunk_bits`, `chunk_heads` 0: the plan's.
 void prefill_kv_stationary(const DecodeArguments& a, const void* formulation, int chunk_bits = 0, int chunk_heads = 0);
 
 }  // namespace m3_sparse

@@ -15,8 +15,8 @@ enum class Selection {
   fused,   // prefill_score.py and its fold: no score in memory
 };
 
-// Whether prefill_score.py of kernel-src/sm90 or sm100 can take the tensors: architecture, heads, size, strides. Says nothing of
-// speed.
+// Whether prefill_score.py of kernel-src/sm90 or sm100 can take the tensors: architecture, heads, size, strides. Says
+// nothing of speed.
 bool prefill_scores_fit(const torch::stable::Tensor& index_q, const torch::stable::Tensor& index_k,
                         std::int64_t requests, std::int64_t blocks);
 

@@ -1,11 +1,9 @@
 """The architecture of a device, by the name that the capability table uses."""
 
-from typing import Dict
-
 import torch
 
 # torch's own query costs microseconds a call.
-_architectures: Dict[torch.device, str] = {}
+_architectures: dict[torch.device, str] = {}
 
 
 def architecture(device: torch.device) -> str:

@@ -5,7 +5,8 @@ torch.compile: messages are built only once a rule is broken. Wrong types and dt
 contract knows but nothing implements NotImplementedError, the rest ValueError.
 """
 
-from typing import Optional, Sequence
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import torch
 
@@ -23,7 +24,7 @@ def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def describe(x) -> str:
+def describe(x: object) -> str:
     if isinstance(x, torch.Tensor):
         return f"{x.dtype} of shape {list(x.shape)}"
     return f"{type(x).__name__} {x!r}" if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
@@ -35,7 +36,7 @@ def dtype_list(dtypes: Sequence[torch.dtype]) -> str:
 
 def tensor(
     name: str,
-    x,
+    x: Any,
     text: str,
     shape: Sequence[Optional[int]],
     dtypes: Sequence[torch.dtype],
@@ -84,7 +85,7 @@ def aligned(name: str, x: torch.Tensor) -> None:
 
 def query(
     name: str,
-    x,
+    x: Any,
     like: Optional[torch.Tensor] = None,
     total: Optional[int] = None,
     heads: str = "Hq",
@@ -123,7 +124,13 @@ def rows_apart(name: str, x: torch.Tensor) -> None:
         )
 
 
-def kv_caches(k_cache, v_cache, like: torch.Tensor, of_query: Optional[torch.dtype] = None, paged: bool = True) -> None:
+def kv_caches(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    like: torch.Tensor,
+    of_query: Optional[torch.dtype] = None,
+    paged: bool = True,
+) -> None:
     """`paged` false: contiguous caches, one row a request, without a block_table."""
     text = f"[P, Hkv, page, {HEAD_DIM}]" if paged else f"[B, Hkv, S, {HEAD_DIM}] (block_table is None)"
     tensor("k_cache", k_cache, text, (None, None, None, HEAD_DIM), FLOATS + FLOAT8, like)
@@ -148,7 +155,14 @@ def kv_caches(k_cache, v_cache, like: torch.Tensor, of_query: Optional[torch.dty
             )
 
 
-def batch(block_table, cu_seqlens_q, seqused_k, like: torch.Tensor, leftpad_k=None, rows: int = 0) -> None:
+def batch(
+    block_table: Optional[torch.Tensor],
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    like: torch.Tensor,
+    leftpad_k: Optional[torch.Tensor] = None,
+    rows: int = 0,
+) -> None:
     """The page table [B, M], or without one the number of rows of the caches, sets B; the lengths must agree with it."""
     size, text = rows, "B from the caches"
     if block_table is not None:
@@ -163,7 +177,7 @@ def batch(block_table, cu_seqlens_q, seqused_k, like: torch.Tensor, leftpad_k=No
     tensor("leftpad_k", leftpad_k, f"[B] with {text}", (size,), INDICES, like)
 
 
-def scale(name: str, x, heads: int, like: torch.Tensor) -> None:
+def scale(name: str, x: Any, heads: int, like: torch.Tensor) -> None:
     if x is None:
         return
     if not isinstance(x, torch.Tensor):
@@ -180,14 +194,14 @@ def scale(name: str, x, heads: int, like: torch.Tensor) -> None:
         )
 
 
-def whole(name: str, x, least: int) -> None:
+def whole(name: str, x: Any, least: int) -> None:
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int >= {least}, got {describe(x)}")
     if x < least:
         raise ValueError(f"{name} must be >= {least}, got {x}")
 
 
-def flag(name: str, x) -> None:
+def flag(name: str, x: object) -> None:
     if not isinstance(x, bool):
         raise TypeError(f"{name} must be True or False, got {describe(x)}")
 
@@ -201,7 +215,7 @@ def stored(name: str, x: torch.Tensor, cache: torch.Tensor) -> None:
         )
 
 
-def stacked(name: str, x):
+def stacked(name: str, x: object) -> torch.Tensor:
     """A tensor as it is; a sequence of tensors of one shape, dtype and device as their stack."""
     if isinstance(x, torch.Tensor):
         return x

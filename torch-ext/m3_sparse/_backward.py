@@ -3,6 +3,8 @@
 They are recomputed in chunks of rows: nothing but the inputs is kept between the passes.
 """
 
+from typing import Optional
+
 import torch
 
 from ._paging import BLOCK, Rows, block_pages, load_blocks, locate_rows, per_head, visible_tokens
@@ -15,20 +17,20 @@ def _all_blocks(rows: Rows, heads: int, blocks: int) -> torch.Tensor:
 
 
 def attention_backward(
-    grad_out,
-    grad_lse,
-    q,
-    k_cache,
-    v_cache,
-    block_indices,
-    block_table,
-    cu_seqlens_q,
-    seqused_k,
-    softmax_scale,
-    causal,
-    k_scale,
-    v_scale,
-):
+    grad_out: torch.Tensor,
+    grad_lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of sparse attention, or of dense attention if block_indices is None, with respect to q, k_cache and
     v_cache.
 
@@ -63,8 +65,9 @@ def attention_backward(
             empty = (chunk.end == 0).view(-1, 1, 1, 1)
             query = scaled_query(q[part], heads, softmax_scale, k_scale).masked_fill(empty, 0)
             upstream = grad_out[part].to(dtype).unflatten(1, (heads, -1)).masked_fill(empty, 0)
-            if v_scale is not None:
-                upstream = upstream * per_head(v_scale, heads, dtype).view(-1, 1, 1)
+            factor = per_head(v_scale, heads, dtype)
+            if factor is not None:
+                upstream = upstream * factor.view(-1, 1, 1)
 
             score = (query @ key.mT).masked_fill_(~seen.flatten(2).unsqueeze(2), -INF)
             weight = (score - finite_peak(score).unsqueeze(-1)).exp_()
@@ -84,7 +87,7 @@ def attention_backward(
     return grad_q.to(q.dtype), grad_k.to(k_cache.dtype), grad_v.to(v_cache.dtype)
 
 
-def scaled_gradient(grad: torch.Tensor, softmax_scale: float, k_scale) -> torch.Tensor:
+def scaled_gradient(grad: torch.Tensor, softmax_scale: float, k_scale: Optional[torch.Tensor]) -> torch.Tensor:
     grad = grad * softmax_scale
     scale = per_head(k_scale, grad.shape[1], grad.dtype)
     return grad if scale is None else grad * scale.view(-1, 1, 1)

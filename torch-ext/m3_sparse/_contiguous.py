@@ -8,7 +8,7 @@ the kernels' attention, 64 for their scoring (launch/cache.h), and 1 for the tor
 Lengths are values on a device. Here they are clamped to the row's slots, so that no run is read past its row.
 """
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -49,7 +49,7 @@ def row_stride(cache: torch.Tensor) -> Optional[int]:
 def slots(cache: torch.Tensor) -> torch.Tensor:
     """[B, Hkv, S, 128] as [N, Hkv, 1, 128], or [B, S, 128] as [N, 1, 128]; `row_stride` is not None."""
     batch, length, dim = cache.shape[0], cache.shape[-2], cache.shape[-1]
-    count = (batch - 1) * row_stride(cache) + length if batch * length else 0
+    count = (batch - 1) * (row_stride(cache) or 0) + length if batch * length else 0
     heads = zip(cache.shape[1:-2], cache.stride()[1:-2])
     sizes, strides = [count], [token_stride(cache)]
     for size, stride in heads:
@@ -60,19 +60,19 @@ def slots(cache: torch.Tensor) -> torch.Tensor:
 
 def rows_of(cache: torch.Tensor, seqused_k: torch.Tensor, leftpad_k: Optional[torch.Tensor]) -> Rows:
     batch, length = cache.shape[0], cache.shape[-2]
-    first = torch.arange(batch, device=cache.device) * row_stride(cache)
-    room = length
-    if leftpad_k is not None:
-        pad = leftpad_k.long().clamp(0, length)
-        first, room = first + pad, length - pad
-    return Rows(first, length, seqused_k.long().clamp(min=0).clamp(max=room).to(torch.int32))
+    first = torch.arange(batch, device=cache.device) * (row_stride(cache) or 0)
+    used = seqused_k.long().clamp(min=0)
+    if leftpad_k is None:
+        return Rows(first, length, used.clamp(max=length).to(torch.int32))
+    pad = leftpad_k.long().clamp(0, length)
+    return Rows(first + pad, length, used.clamp(max=length - pad).to(torch.int32))
 
 
 def table_for(backend: str, rows: Rows, run: int) -> torch.Tensor:
     return rows.table(1 if backend == "torch" else run)
 
 
-def paged_arguments(op: str, arguments: dict) -> dict:
+def paged_arguments(op: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call as its operator on aot gets them: with a table where there was none. For `explain`."""
     given = "block_table" in arguments and arguments["block_table"] is None and "seqused_k" in arguments
     names = [n for n in ("k_cache", "v_cache", "index_k_cache") if isinstance(arguments.get(n), torch.Tensor)]

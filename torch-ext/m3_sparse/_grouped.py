@@ -56,7 +56,7 @@ class _Partials:
         self.norm[places:] = 0
         self.peak[places:] = -INF
 
-    def join(self, place: torch.Tensor):
+    def join(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """place [rows, slots] -> acc, norm, peak of every row: slots in ascending order."""
         peak = self.peak[place]
         top = peak.amax(1)
@@ -69,7 +69,15 @@ class _Partials:
         return acc, norm, top
 
 
-def grouped_rows(query, k_cache, v_cache, ids, pages, rows: Rows, size: int):
+def grouped_rows(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    ids: torch.Tensor,
+    pages: torch.Tensor,
+    rows: Rows,
+    size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of query [R, Hkv, G, D] over its own distinct blocks ids [R, Hkv, K] -> acc, norm, peak. Same results
     as `_rows.gathered_rows`.
     """
@@ -84,10 +92,10 @@ def grouped_rows(query, k_cache, v_cache, ids, pages, rows: Rows, size: int):
     page = pages[request, ids.clamp(max=blocks - 1)]
     inside = ((page >= 0) & (page < k_cache.shape[0])).any(-1) & (ids < blocks)
     pairs = tile_groups(torch.where(inside & ~on_edge, first + ids, groups).flatten(), groups, size)
-    edges = torch.where((inside & on_edge).any(-1, keepdim=True), first + edge, groups).flatten()
+    edge_group = torch.where((inside & on_edge).any(-1, keepdim=True), first + edge, groups).flatten()
     # Consecutive rows of a request share their edge block, so few groups have members: one per 128 rows, two more per
     # request that the chunk cuts.
-    edges = tile_groups(edges, groups, 32, heads * (count // BLOCK + 2 * min(batch, count)))
+    edges = tile_groups(edge_group, groups, 32, heads * (count // BLOCK + 2 * min(batch, count)))
 
     whole, partly = pairs.member.numel(), edges.member.numel()
     partials = _Partials(whole + partly, query)
@@ -109,7 +117,15 @@ def grouped_rows(query, k_cache, v_cache, ids, pages, rows: Rows, size: int):
 
 
 def _attend_tiles(
-    partials: _Partials, start: int, padded, k_cache, v_cache, pages, tiles: Tiles, rows, ends: Optional[torch.Tensor]
+    partials: _Partials,
+    start: int,
+    padded: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    tiles: Tiles,
+    rows: torch.Tensor,
+    ends: Optional[torch.Tensor],
 ) -> None:
     """Fill the places from `start`: tile i attends with the queries padded[rows[i]] to the block of its group, up to
     `ends` where that is given.
@@ -143,7 +159,7 @@ def _attend_tiles(
         partials.peak[part] = peak.view(-1, group)
 
 
-def _masked_product(weight, value, seen, group: int):
+def _masked_product(weight: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, group: int) -> torch.Tensor:
     """weight @ value where a value that is not finite reaches only the rows that see its token: a weight of 0 would not
     silence it.
 

@@ -3,12 +3,13 @@
 The choice of a backend and `explain` read these; nothing here looks at a value on a device.
 """
 
-from typing import Optional, Tuple
+from collections.abc import Callable
+from typing import Any, Optional
 
 import torch
 
 from . import checks
-from .ops import ops
+from ._ops import ops
 
 MOST_IDS = 32
 MOST_GROUP = 16
@@ -20,7 +21,12 @@ MOST_ROWS_OF_A_REQUEST = 32
 MOST_PREFILL_HEADS = 64
 
 
-def sparse_attention(q, k_cache, block_indices) -> Optional[str]:
+def _unmapped(x: torch.Tensor) -> bool:
+    """Whether no tensor map can describe x: an expanded dimension has no stride that it could hold."""
+    return any(n > 1 and not 0 < s < MOST_STRIDE for n, s in zip(x.shape, x.stride()))
+
+
+def sparse_attention(q: torch.Tensor, k_cache: torch.Tensor, block_indices: torch.Tensor) -> Optional[str]:
     if block_indices.shape[2] > MOST_IDS:
         return f"sparse_attention on aot takes at most {MOST_IDS} blocks a row, got {block_indices.shape[2]}"
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
@@ -29,41 +35,54 @@ def sparse_attention(q, k_cache, block_indices) -> Optional[str]:
     return None
 
 
-def dense_attention(q, k_cache, v_cache=None) -> Optional[str]:
+def dense_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: Optional[torch.Tensor] = None) -> Optional[str]:
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
         heads = f"{q.shape[1]} and {k_cache.shape[1]}"
         return f"dense_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
-    # Tensor maps: an expanded dimension has no stride that they could hold.
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x is not None and any(n > 1 and not 0 < s < MOST_STRIDE for n, s in zip(x.shape, x.stride())):
+        if x is not None and _unmapped(x):
             return f"dense_attention on aot takes strides above 0 and below {MOST_STRIDE}, got {x.stride()} for {name}"
     return None
 
 
-def block_scores(index_q, batch) -> Optional[str]:
+def block_scores(
+    index_q: torch.Tensor, batch: torch.Tensor, index_k_cache: Optional[torch.Tensor] = None
+) -> Optional[str]:
     """`batch`: any of the arguments with a row a request."""
     heads = index_q.shape[1]
-    if heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0:
-        return None
+    power = heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0
     if index_q.dtype == torch.float8_e4m3fn:
-        return (
-            f"block scoring on aot takes float8 queries with a power of two of heads up to {MOST_PREFILL_HEADS}, "
-            f"got {heads} heads"
-        )
-    if index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * batch.shape[0]:
+        # Only the prefill kernel multiplies float8, which reads both by tensor maps.
+        if not power:
+            return (
+                f"block scoring on aot takes float8 queries with a power of two of heads up to {MOST_PREFILL_HEADS}, "
+                f"got {heads} heads"
+            )
+        for name, x in (("index_q", index_q), ("index_k_cache", index_k_cache)):
+            if x is not None and _unmapped(x):
+                return (
+                    f"block scoring on aot takes float8 queries with strides above 0 and below {MOST_STRIDE}, "
+                    f"got {x.stride()} for {name}"
+                )
+        return None
+    if not power and index_q.shape[0] > MOST_ROWS_OF_A_REQUEST * batch.shape[0]:
         rows = f"{index_q.shape[0]} for {batch.shape[0]} requests"
         return f"block scoring on aot takes at most {MOST_ROWS_OF_A_REQUEST} rows a request on average, got {rows}"
     return None
 
 
-def select_blocks(index_q, batch, topk=16) -> Optional[str]:
+def select_blocks(
+    index_q: torch.Tensor, batch: torch.Tensor, topk: int = 16, index_k_cache: Optional[torch.Tensor] = None
+) -> Optional[str]:
     if topk > MOST_IDS:
         return f"select_blocks on aot takes a topk of at most {MOST_IDS}, got {topk}"
-    return block_scores(index_q, batch)
+    return block_scores(index_q, batch, index_k_cache)
 
 
-def store_kv(k, k_cache, index_k, index_k_cache) -> Optional[str]:
-    if index_k is None or k.dtype == k_cache.dtype or index_k.dtype == index_k_cache.dtype:
+def store_kv(
+    k: torch.Tensor, k_cache: torch.Tensor, index_k: Optional[torch.Tensor], index_k_cache: Optional[torch.Tensor]
+) -> Optional[str]:
+    if index_k is None or index_k_cache is None or k.dtype == k_cache.dtype or index_k.dtype == index_k_cache.dtype:
         return None
     if (index_k.dtype, index_k_cache.dtype) != (k.dtype, k_cache.dtype):
         return "store_kv on aot converts from one dtype to one in a call; index_k and k differ here"
@@ -80,20 +99,29 @@ PLANS = {
 
 
 def plan(
-    q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, causal=True, formulation=None
-) -> Tuple[int, int]:
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    causal: bool = True,
+    formulation: Optional[str] = None,
+) -> tuple[int, int]:
     """The formulation that sparse_attention takes on aot, a key of PLANS, and the bytes that it allocates beside its
     results. NotImplementedError if a forced one can't.
     """
     wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
     tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
     try:
-        return ops.aot_attention_plan(*tensors, causal, wanted)
+        number, workspace = ops.aot_attention_plan(*tensors, causal, wanted)
+        return number, workspace
     except RuntimeError as error:
         raise NotImplementedError(f"formulation {formulation!r}: {error}") from error
 
 
-def explain_plan(arguments: dict) -> Optional[str]:
+def explain_plan(arguments: dict[str, Any]) -> Optional[str]:
     """The formulation as a sentence; None where too few arguments are given."""
     needed = ("q", "k_cache", "v_cache", "block_indices", "block_table", "cu_seqlens_q", "seqused_k")
     if any(name not in arguments for name in needed):
@@ -109,16 +137,16 @@ def explain_plan(arguments: dict) -> Optional[str]:
         return f"none: {error}"
 
 
-_NEEDED = {
+_NEEDED: dict[str, tuple[Callable[..., Optional[str]], tuple[str, ...], tuple[str, ...]]] = {
     "sparse_attention": (sparse_attention, ("q", "k_cache", "block_indices"), ()),
     "dense_attention": (dense_attention, ("q", "k_cache"), ("v_cache",)),
-    "block_scores": (block_scores, ("index_q", "block_table"), ()),
-    "select_blocks": (select_blocks, ("index_q", "block_table"), ("topk",)),
+    "block_scores": (block_scores, ("index_q", "block_table"), ("index_k_cache",)),
+    "select_blocks": (select_blocks, ("index_q", "block_table"), ("topk", "index_k_cache")),
     "store_kv": (store_kv, ("k", "k_cache", "index_k", "index_k_cache"), ()),
 }
 
 
-def outside_aot(op: str, arguments: dict) -> Optional[str]:
+def outside_aot(op: str, arguments: dict[str, Any]) -> Optional[str]:
     """The limit that a call with these arguments, by name, would break; None too if too few of them are given."""
     if op not in _NEEDED:
         return None
@@ -133,3 +161,8 @@ def int32(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.int32 and (x.shape[-1] < 2 or x.stride(-1) == 1):
         return x
     return x.clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
+
+
+def packed(scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """A scale with its elements next to each other, as the kernels read them; a copy only of what lies otherwise."""
+    return scale if scale is None else scale.contiguous()

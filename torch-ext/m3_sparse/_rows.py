@@ -22,7 +22,14 @@ def finite_peak(score: torch.Tensor) -> torch.Tensor:
     return torch.where(peak == -INF, 0, peak)
 
 
-def gathered_rows(query, k_cache, v_cache, ids, pages, rows: Rows):
+def gathered_rows(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    ids: torch.Tensor,
+    pages: torch.Tensor,
+    rows: Rows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of query [R, Hkv, G, D] over its own blocks ids [R, Hkv, K] -> acc, norm, peak: the plain way, each row
     loads its blocks.
     """
@@ -46,7 +53,9 @@ def gathered_rows(query, k_cache, v_cache, ids, pages, rows: Rows):
     return acc.view(*shape, dim), weight.sum(-1).view(shape), peak.view(shape)
 
 
-def scanned_rows(query, k_cache, v_cache, pages, rows: Rows):
+def scanned_rows(
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, pages: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of query [R, Hkv, G, D] over all its tokens -> acc, norm, peak."""
     count, heads, group, dim = query.shape
     batch, blocks, _ = pages.shape

@@ -4,7 +4,8 @@ Two cases copy. With gradients, tokens go into pages of their own. And rows that
 keys and values whose rows are not the same number apart (both only without a cache, or in odd views), become contiguous.
 """
 
-from typing import NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ PAGE = 128
 
 
 class Cached(NamedTuple):
-    caches: tuple  # one for each given tensor: [B, heads, S, 128] or, with a table, [pages, heads, 128, 128]
+    # One for each given tensor: [B, heads, S, 128] or, with a table, [pages, heads, 128, 128].
+    caches: tuple[torch.Tensor, ...]
     block_table: Optional[torch.Tensor]  # int32 [B, M], or None: contiguous
     leftpad: Optional[torch.Tensor]  # [B], of contiguous caches
 

@@ -8,7 +8,7 @@ hub path, where transformers keeps its own mask function, `read_rows` finds the 
 Nothing here reads a device value on the host, except on the CPU, where that is free.
 """
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -46,8 +46,16 @@ def host_readable(tensor: torch.Tensor) -> bool:
 
 
 def compact_mask(
-    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, mask_function=None, device=None, **_
-):
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Union[int, torch.Tensor] = 0,
+    kv_offset: Union[int, torch.Tensor] = 0,
+    attention_mask: Optional[torch.Tensor] = None,
+    mask_function: Any = None,
+    device: Union[str, torch.device, None] = None,
+    **_: object,
+) -> torch.Tensor:
     """transformers' mask function: int64 [B, 1, 1, n] with n of the columns offset, end, pad.
 
     The width is how later code knows, from the shape alone, that no row is padded (1) or that none is padded on the
@@ -83,7 +91,7 @@ def compact_mask(
     return torch.stack(columns, -1)[:, None, None, :]
 
 
-def content_range(real: torch.Tensor):
+def content_range(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First real token, one past the last, and whether any between them is masked; `real` is 0/1 int32 [B, S].
 
     A row without any real token gets the empty range (S, 0).
@@ -95,7 +103,9 @@ def content_range(real: torch.Tensor):
     return first, end, (count > 0) & (count != end - first)
 
 
-def read_rows(attention_mask, position_ids, query: torch.Tensor, key: torch.Tensor) -> Rows:
+def read_rows(
+    attention_mask: Optional[torch.Tensor], position_ids: Optional[torch.Tensor], query: torch.Tensor, key: torch.Tensor
+) -> Rows:
     """Row layout from the adapter's own mask, from None, or from transformers' boolean [B, 1, Sq, Sk] mask."""
     batch, _, q_length, _ = query.shape
     kv_length = key.shape[2]
@@ -107,8 +117,9 @@ def read_rows(attention_mask, position_ids, query: torch.Tensor, key: torch.Tens
             offset = position_ids.reshape(-1, q_length)[:, 0].clamp(max=kv_length - q_length)
         return Rows(offset.expand(batch), None, None)
     if attention_mask.dim() == 4 and attention_mask.dtype == torch.int64:
-        columns = [*attention_mask[:, 0, 0, :].unbind(-1), None, None][:3]
-        return Rows(*columns)
+        offset, *more = attention_mask[:, 0, 0, :].unbind(-1)
+        end, pad = [*more, None, None][:2]
+        return Rows(offset, end, pad)
     expected = (q_length, kv_length)
     if attention_mask.dim() != 4 or attention_mask.shape[1] != 1 or tuple(attention_mask.shape[2:]) != expected:
         raise ValueError(
@@ -134,7 +145,9 @@ def rows_of_boolean_mask(mask: torch.Tensor) -> Rows:
     return Rows(offset.expand(mask.shape[0]), torch.where(holes, HOLES, seen_by_last), pad)
 
 
-def unsupported_rows(rows: Rows, attention_mask, position_ids, q_length: int) -> Optional[torch.Tensor]:
+def unsupported_rows(
+    rows: Rows, attention_mask: Optional[torch.Tensor], position_ids: Optional[torch.Tensor], q_length: int
+) -> Optional[torch.Tensor]:
     """Boolean [B]: rows whose mask or positions say something else than one padded sequence; None if none can."""
     batch = rows.offset.shape[0]
     slots = rows.offset[:, None] + torch.arange(q_length, device=rows.offset.device)
@@ -150,6 +163,7 @@ def unsupported_rows(rows: Rows, attention_mask, position_ids, q_length: int) ->
         jumps = positions[:, 1:] != positions[:, :-1] + 1
         bad.append((jumps & real[:, 1:] & real[:, :-1]).any(-1))
     if attention_mask is not None and attention_mask.dtype == torch.bool:
+        assert rows.pad is not None and rows.end is not None  # both are read from such a mask
         keys = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
         content = (keys >= rows.pad[:, None]) & (keys < rows.end[:, None])
         expected = (keys <= slots[..., None]) & content[:, None]
@@ -160,7 +174,9 @@ def unsupported_rows(rows: Rows, attention_mask, position_ids, q_length: int) ->
     return torch.stack(bad).any(0)
 
 
-def check_rows(rows: Rows, attention_mask, position_ids, q_length: int) -> Optional[torch.Tensor]:
+def check_rows(
+    rows: Rows, attention_mask: Optional[torch.Tensor], position_ids: Optional[torch.Tensor], q_length: int
+) -> Optional[torch.Tensor]:
     """Raise for an unsupported row; where its sign is on a device, return which rows to make NaN instead."""
     bad = unsupported_rows(rows, attention_mask, position_ids, q_length)
     if bad is None or not host_readable(bad):

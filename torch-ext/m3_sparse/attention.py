@@ -1,14 +1,18 @@
 """Attention over paged KV caches: over the selected blocks, over everything, and the merge of partial results."""
 
-from typing import Optional, Sequence, Tuple, Union
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 
 import torch
 
 from . import _contiguous, _limits, checks
+from ._arguments import HEAD_DIM, needs_grad, stacked
+from ._ops import ops
 from .capability import choose
-from .ops import BUILT, ops
+from .ops import BUILT
 
 Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
+Result = Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]  # the latter with return_lse
 
 
 class _TorchAttention(torch.autograd.Function):
@@ -16,19 +20,19 @@ class _TorchAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        q,
-        k_cache,
-        v_cache,
-        block_indices,
-        block_table,
-        cu_seqlens_q,
-        seqused_k,
-        softmax_scale,
-        causal,
-        k_scale,
-        v_scale,
-    ):
+        ctx: Any,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_indices: Optional[torch.Tensor],
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seqused_k: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
+        k_scale: Optional[torch.Tensor],
+        v_scale: Optional[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = (
             torch.empty_like(q, memory_format=torch.contiguous_format),
             torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
@@ -56,7 +60,7 @@ class _TorchAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
+    def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
         q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale = ctx.saved_tensors
         grads = ops.torch_attention_backward(
             grad_out,
@@ -76,7 +80,16 @@ class _TorchAttention(torch.autograd.Function):
         return (*grads, None, None, None, None, None, None, None, None)
 
 
-def _launch(backend, out, lse, q, k_cache, v_cache, block_indices, *rest) -> None:
+def _launch(
+    backend: str,
+    out: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: Optional[torch.Tensor],
+    *rest: Any,
+) -> None:
     if block_indices is None:
         BUILT["dense_attention", backend](out, lse, q, k_cache, v_cache, *rest)
     else:
@@ -84,28 +97,28 @@ def _launch(backend, out, lse, q, k_cache, v_cache, block_indices, *rest) -> Non
 
 
 def _attend(
-    q,
-    k_cache,
-    v_cache,
-    block_indices,
-    table,
-    cu_seqlens_q,
-    seqused_k,
-    softmax_scale,
-    causal,
-    k_scale,
-    v_scale,
-    out,
-    lse,
-    return_lse,
-    leftpad_k,
-    formulation=None,
-):
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: Optional[torch.Tensor],
+    table: Optional[torch.Tensor],
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: Optional[float],
+    causal: bool,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+    out: Optional[torch.Tensor],
+    lse: Optional[torch.Tensor],
+    return_lse: bool,
+    leftpad_k: Optional[torch.Tensor],
+    formulation: Optional[str] = None,
+) -> Result:
     rows = None
     if table is None:
         rows = _contiguous.rows_of(k_cache, seqused_k, leftpad_k)
         k_cache, v_cache, seqused_k = _contiguous.slots(k_cache), _contiguous.slots(v_cache), rows.seqused
-    grad = checks.needs_grad(q, k_cache, v_cache)
+    grad = needs_grad(q, k_cache, v_cache)
     op = "dense_attention" if block_indices is None else "sparse_attention"
     if block_indices is None:
         outside = _limits.dense_attention(q, k_cache, v_cache)
@@ -114,14 +127,18 @@ def _attend(
     backend = choose(op, q.device, q.dtype, k_cache.dtype, grad, outside)
     if rows is not None:
         table = _contiguous.table_for(backend, rows, _contiguous.ATTENTION_RUN)
-    if backend == "aot":
+    assert table is not None  # given, or made of the rows
+    if backend != "torch":
         # The selection has free strides; the rest is read as contiguous rows.
         if block_indices is not None and block_indices.dtype != torch.int32:
             block_indices = _limits.int32(block_indices)
         table, cu_seqlens_q, seqused_k = (_limits.int32(x) for x in (table, cu_seqlens_q, seqused_k))
-        if formulation is not None:
+        k_scale, v_scale = _limits.packed(k_scale), _limits.packed(v_scale)
+        if k_cache.shape[0] == 0:
+            formulation = None  # no token at all: every formulation gives empty rows, and some take no empty cache
+        if formulation is not None and block_indices is not None:
             _limits.plan(q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k, causal, formulation)
-    softmax_scale = checks.HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
+    softmax_scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
     inputs = (
         q,
         k_cache,
@@ -136,16 +153,16 @@ def _attend(
         v_scale,
     )
     if grad:
-        out, lse = _TorchAttention.apply(*inputs)
+        out, lse = _TorchAttention.apply(*inputs)  # type: ignore[no-untyped-call]
     else:
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         # The operator's arguments behind the inputs: splits and overlap (of measurements), formulation.
-        forced = () if formulation is None or backend != "aot" else (0, True, checks.FORMULATIONS[formulation])
+        forced = () if formulation is None or backend == "torch" else (0, True, checks.FORMULATIONS[formulation])
         _launch(backend, out, lse, *inputs, *forced)
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def sparse_attention(
@@ -166,7 +183,7 @@ def sparse_attention(
     lse: Optional[torch.Tensor] = None,
     return_lse: bool = False,
     formulation: Optional[str] = None,
-):
+) -> Result:
     """Softmax attention of each query row over the visible tokens of the blocks selected for it.
 
     Query i of a request sits at position seqused_k - q_len + i. Block b is the tokens 128 b to 128 b + 127 of the
@@ -254,7 +271,7 @@ def dense_attention(
     out: Optional[torch.Tensor] = None,
     lse: Optional[torch.Tensor] = None,
     return_lse: bool = False,
-):
+) -> Result:
     """Softmax attention of each query row over all tokens it may see: the model's dense layers, on the same caches.
 
     Arguments, results, gradients and errors are those of `sparse_attention`, without `block_indices`. No [T, seqused_k]
@@ -284,7 +301,7 @@ def dense_attention(
 
 def merge_states(
     outs: Tensors, lses: Tensors, *, out_dtype: Optional[torch.dtype] = None
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine N partial attention results of the same queries over disjoint sets of keys.
 
     lse = log(sum_i exp(lses[i])), out = sum_i exp(lses[i] - lse) * outs[i], summed in fp32, states in ascending order.
@@ -305,7 +322,7 @@ def merge_states(
         TypeError, ValueError: an argument breaks one of the rules above. NotImplementedError: an input requires grad,
             or the backend cannot run it.
     """
-    outs, lses = checks.stacked("outs", outs), checks.stacked("lses", lses)
+    outs, lses = stacked("outs", outs), stacked("lses", lses)
     checks.merge_states(outs, lses, out_dtype=out_dtype)
     dtype = outs.dtype if out_dtype is None else out_dtype
     backend = choose("merge_states", outs.device, outs.dtype, dtype)

@@ -43,6 +43,7 @@ def store_kv(
     checks.store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     outside = _limits.store_kv(k, k_cache, index_k, index_k_cache)
     backend = choose("store_kv", k.device, k.dtype, k_cache.dtype, outside_aot=outside)
-    if backend == "aot" and slot_mapping.stride(0) != 1:
-        slot_mapping = slot_mapping.contiguous()
+    if backend != "torch":
+        slot_mapping = slot_mapping if slot_mapping.stride(0) == 1 else slot_mapping.contiguous()
+        k_scale, v_scale = _limits.packed(k_scale), _limits.packed(v_scale)
     BUILT["store_kv", backend](k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale, v_scale)

@@ -6,20 +6,26 @@ or raises.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import List, Optional, Tuple
+from typing import Any, Optional
 
 import torch
 
-from . import _contiguous, _limits, checks
+from . import _contiguous, _jit, _limits, checks
 from ._architecture import architecture
+from ._arguments import needs_grad as any_needs_grad
 from .ops import BUILT, OPERATIONS
 
 BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-11-30"
 EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md says what that proves
-MISSING = "not implemented"
+JIT = "compiled where it runs, by nvidia-cutlass-dsl; emulated, not yet run on hardware"
+
+
+# Where an error sends its reader.
+HELP = 'explain("{0}", ...) says what each backend makes of such a call, capabilities() lists what runs where'
 
 
 @dataclass(frozen=True)
@@ -31,22 +37,31 @@ class Capability:
     op: str
     backend: str
     arch: str
-    dtypes: Tuple[str, ...]
+    dtypes: tuple[str, ...]
     status: str
 
 
-class CapabilityTable(List[Capability]):
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """A text table: columns two spaces apart, as wide as their longest cell; the last one may have several lines."""
+    width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for *cells, last in rows:
+        begin = "".join(cell.ljust(n + 2) for cell, n in zip(cells, width))
+        first, *more = last.split("\n")
+        lines += [(begin + first).rstrip(), *(" " * len(begin) + line for line in more)]
+    return "\n".join(lines)
+
+
+class CapabilityTable(list[Capability]):
     """A list of rows that prints as a text table, or as Markdown."""
 
     header = ("operation", "backend", "runs on", "dtypes", "status")
 
-    def cells(self) -> List[Tuple[str, ...]]:
+    def cells(self) -> list[tuple[str, ...]]:
         return [(r.op, r.backend, r.arch, ", ".join(r.dtypes) or "-", r.status) for r in self]
 
     def __str__(self) -> str:
-        rows = [self.header, *self.cells()]
-        width = [max(len(row[i]) for row in rows) for i in range(len(self.header))]
-        return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, width)).rstrip() for row in rows)
+        return aligned([self.header, *self.cells()])
 
     def markdown(self) -> str:
         lines = ["| " + " | ".join(row) + " |" for row in [self.header, ("---",) * len(self.header), *self.cells()]]
@@ -85,8 +100,7 @@ TABLE = CapabilityTable(
         for op, pairs in _AOT.items()
         for arch, status in _ARCHITECTURES.items()
     ]
-    + [Capability(op, "aot", "any", (), MISSING) for op in OPERATIONS if op not in _AOT]
-    + [Capability(op, "jit", "any", (), MISSING) for op in OPERATIONS]
+    + [Capability(op, "jit", arch, pairs, JIT) for op, pairs in _AOT.items() for arch in _ARCHITECTURES]
 )
 
 _NAMES = {
@@ -98,7 +112,7 @@ _NAMES = {
 }
 
 # What the table allows, in the form that a call asks for: (op, backend, arch, dtypes).
-_ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE if r.status != MISSING for pair in r.dtypes)
+_ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE for pair in r.dtypes)
 
 # The one environment override, read here and nowhere else. Its value is judged by the first call, so that an import
 # never fails for it.
@@ -109,19 +123,17 @@ class _Forced:
     def __init__(self, name: Optional[str]):
         self.name = name
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         global _forced
         self.before = _forced
         _forced = self.name
-        return None
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         global _forced
         _forced = self.before
-        return False
 
 
-def backend(name: Optional[str]):
+def backend(name: Optional[str]) -> _Forced:
     """Context manager: every call inside runs on backend `name` or raises.
 
     `name` is "torch", "aot" or "jit"; None restores the default rule. The setting belongs to the process, not to the
@@ -145,14 +157,14 @@ def dtype_key(op: str, first: torch.dtype, second: torch.dtype) -> str:
     return _NAMES.get(first, str(first)) + joint + _NAMES.get(second, str(second))
 
 
-def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> List[str]:
+def refusals(op: str, name: str, device: torch.device, dtypes: str, needs_grad: bool) -> list[str]:
     """Every reason why backend `name` cannot run this call; empty if it can. Depends on table and build only."""
-    rows = [row for row in TABLE if row.op == op and row.backend == name]
-    live = [row for row in rows if row.status != MISSING]
-    if not live:
-        return [f"{op} is not implemented on backend {name}"]
+    live = [row for row in TABLE if row.op == op and row.backend == name]
     reasons = []
-    if (op, name) not in BUILT:
+    unmet = _jit.missing(op) if name == "jit" else None
+    if unmet is not None:
+        reasons.append(unmet)
+    elif (op, name) not in BUILT:
         reasons.append(
             f"this build of m3_sparse contains no {name} kernels (it is a build without a compiled extension)"
         )
@@ -182,26 +194,27 @@ def choose(
     dtypes = dtype_key(op, first, second)
     if _forced is None:
         # The two common answers without building reasons: this runs at every call.
-        if not needs_grad and outside_aot is None and (op, "aot") in BUILT:
-            if (op, "aot", architecture(device), dtypes) in _ALLOWED:
-                return "aot"
+        aot = not needs_grad and outside_aot is None and (op, "aot") in BUILT
+        if aot and (op, "aot", architecture(device), dtypes) in _ALLOWED:
+            return "aot"
         if (op, "torch", "any", dtypes) in _ALLOWED:
             return "torch"
         reasons = refusals(op, "torch", device, dtypes, needs_grad)
-        raise NotImplementedError("; ".join(reasons))
+        raise NotImplementedError("; ".join([*reasons, HELP.format(op)]))
     if _forced not in BACKENDS:
         raise ValueError(f"M3_SPARSE_BACKEND must be one of {', '.join(BACKENDS)}, got {_forced!r}")
     reasons = refusals(op, _forced, device, dtypes, needs_grad)
-    if _forced == "aot" and outside_aot is not None:
+    if _forced != "torch" and outside_aot is not None:
         reasons.append(outside_aot)
     if reasons:
         raise NotImplementedError(
-            f"backend {_forced!r} was asked for by name and cannot run this call: " + "; ".join(reasons)
+            f"backend {_forced!r} was asked for by name and cannot run this call: "
+            + "; ".join([*reasons, HELP.format(op)])
         )
     return _forced
 
 
-def _operands(op: str, given: dict) -> Tuple[Optional[torch.Tensor], Optional[torch.dtype]]:
+def _operands(op: str, given: dict[str, Any]) -> Optional[tuple[torch.Tensor, torch.dtype]]:
     """The tensor that names the device and first dtype of a call, and the second dtype."""
     first_name, second_name = {
         "block_scores": ("index_q", "index_k_cache"),
@@ -215,32 +228,52 @@ def _operands(op: str, given: dict) -> Tuple[Optional[torch.Tensor], Optional[to
     if op == "merge_states" and isinstance(first, (list, tuple)) and first and isinstance(first[0], torch.Tensor):
         first = second = first[0]
     if not isinstance(first, torch.Tensor):
-        return None, None
+        return None
     dtype = second.dtype if isinstance(second, torch.Tensor) else first.dtype
     return first, given.get("out_dtype") or dtype
 
 
-def explain(op: str, **arguments) -> str:
+def _overview() -> str:
+    """What runs on this machine by default, operation by operation."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    arch, rows = architecture(device), [("operation", "by default", "dtypes")]
+    for op in OPERATIONS:
+        aot = [r for r in TABLE if (r.op, r.backend, r.arch) == (op, "aot", arch) and (op, "aot") in BUILT]
+        taken = {pair for row in aot for pair in row.dtypes}
+        rows += [(op, "aot", ", ".join(row.dtypes)) for row in aot]
+        rest = [pair for row in TABLE if (row.op, row.backend) == (op, "torch") for pair in row.dtypes]
+        rows.append(("" if aot else op, "torch", ", ".join(pair for pair in rest if pair not in taken) or "-"))
+    return (
+        f"m3_sparse on {arch}, torch {torch.__version__}\n\n{aligned(rows)}\n\n"
+        'explain("sparse_attention", q=q, k_cache=k_cache, ...) says it for a call, with every reason; capabilities() lists\n'
+        'what runs where and what was measured; with backend("aot"): a call runs there or raises.'
+    )
+
+
+def explain(op: Optional[str] = None, **arguments: Any) -> str:
     """Why a call of `op` with these arguments would take which backend, or why it can't.
 
     Args:
-        op: the name of a public function, such as "sparse_attention".
+        op: the name of a public function, such as "sparse_attention". None: what runs on this machine by default.
         arguments: that function's arguments by name. With all of them the argument checks run too; with only the
             tensors that matter (q and k_cache, index_q and index_k_cache, k and k_cache, or outs) the choice alone is
             explained; with none, the rows of the table are listed.
 
     Returns:
-        A text of several lines. Nothing is launched.
+        A table as text, for print(). Nothing is launched.
 
     Raises:
         ValueError: there is no such operation.
     """
+    if op is None:
+        return _overview()
     if op not in OPERATIONS:
         raise ValueError(f"op must be one of {', '.join(OPERATIONS)}, got {op!r}")
-    first, second = _operands(op, arguments)
-    if first is None:
+    operands = _operands(op, arguments)
+    if operands is None:
         return f"{op}:\n" + str(CapabilityTable([row for row in TABLE if row.op == op]))
-    needs_grad = checks.needs_grad(*[x for x in arguments.values() if isinstance(x, torch.Tensor)])
+    first, second = operands
+    needs_grad = any_needs_grad(*[x for x in arguments.values() if isinstance(x, torch.Tensor)])
     dtypes = dtype_key(op, first.dtype, second)
     lines = [
         f"{op} with dtypes {dtypes} on {architecture(first.device)}"
@@ -249,21 +282,23 @@ def explain(op: str, **arguments) -> str:
     ]
     paged = _contiguous.paged_arguments(op, arguments)
     outside = _limits.outside_aot(op, paged)
+    rows = [("backend", "runs", "why not")]
     for name in BACKENDS:
         reasons = refusals(op, name, first.device, dtypes, needs_grad)
-        if name == "aot" and outside is not None:
+        if name != "torch" and outside is not None:
             reasons.append(outside)
-        lines.append(f"  {name}: " + ("can run" if not reasons else "cannot run: " + "; ".join(reasons)))
+        rows.append((name, "no" if reasons else "yes", "\n".join(reasons)))
+    lines.append(aligned(rows))
     try:
         rule = "by default" if _forced is None else "asked for by name"
         chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
-        lines.append(f"  -> {chosen}, {rule}")
-        if op == "sparse_attention" and chosen == "aot":
+        lines.append(f"-> {chosen}, {rule}")
+        if op == "sparse_attention" and chosen != "torch":
             formulation = _limits.explain_plan(paged)
-            lines += [] if formulation is None else [f"     formulation: {formulation}"]
+            lines += [] if formulation is None else [f"   formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:
-        lines.append(f"  -> raises {type(error).__name__}: {error}")
+        lines.append(f"-> raises {type(error).__name__}: {error}")
     problem = checks.problem(op, arguments)
     if problem:
-        lines.append(f"  bad input: {problem}")
+        lines.append(f"bad input: {problem}")
     return "\n".join(lines)

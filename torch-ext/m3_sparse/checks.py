@@ -3,7 +3,7 @@
 A violation raises before anything is launched and says which argument, what was expected and what came.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -32,7 +32,15 @@ from ._arguments import (
 )
 
 
-def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k, leftpad_k=None) -> None:
+def block_scores(
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: Optional[torch.Tensor],
+    *,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    leftpad_k: Optional[torch.Tensor] = None,
+) -> None:
     query("index_q", index_q, heads="Hi", dtypes=(*FLOATS, torch.float8_e4m3fn))
     paged = block_table is not None
     text = f"[P, page, {HEAD_DIM}]" if paged else f"[B, S, {HEAD_DIM}] (block_table is None)"
@@ -44,7 +52,7 @@ def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k
     if not paged:
         rows_apart("index_k_cache", index_k_cache)
     batch(block_table, cu_seqlens_q, seqused_k, index_q, leftpad_k, index_k_cache.shape[0])
-    reach = (block_table.shape[1] if paged else 1) * index_k_cache.shape[1]
+    reach = (1 if block_table is None else block_table.shape[1]) * index_k_cache.shape[1]
     blocks = (reach + HEAD_DIM - 1) // HEAD_DIM
     if blocks > MAX_BLOCKS:
         name, what = ("block_table", "a table") if paged else ("index_k_cache", "one")
@@ -54,21 +62,22 @@ def block_scores(index_q, index_k_cache, block_table, *, cu_seqlens_q, seqused_k
 
 
 def select_blocks(
-    index_q,
-    index_k_cache,
-    block_table,
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: Optional[torch.Tensor],
     *,
-    cu_seqlens_q,
-    seqused_k,
-    topk=16,
-    local_blocks=1,
-    init_blocks=0,
-    leftpad_k=None,
-    out=None,
-    return_scores=False,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    topk: int = 16,
+    local_blocks: int = 1,
+    init_blocks: int = 0,
+    leftpad_k: Optional[torch.Tensor] = None,
+    out: Optional[torch.Tensor] = None,
+    return_scores: bool = False,
 ) -> None:
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
-    block_scores(index_q, index_k_cache, block_table, **lengths)
+    block_scores(
+        index_q, index_k_cache, block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, leftpad_k=leftpad_k
+    )
     whole("topk", topk, 1)
     whole("local_blocks", local_blocks, 0)
     whole("init_blocks", init_blocks, 0)
@@ -87,20 +96,20 @@ FORMULATIONS = {"union": 1, "kv_stationary": 2, "decode": 3}
 
 
 def _attention(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    cu_seqlens_q,
-    seqused_k,
-    softmax_scale,
-    causal,
-    k_scale,
-    v_scale,
-    out,
-    lse,
-    return_lse,
-    leftpad_k,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: Optional[torch.Tensor],
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: Optional[float],
+    causal: bool,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+    out: Optional[torch.Tensor],
+    lse: Optional[torch.Tensor],
+    return_lse: bool,
+    leftpad_k: Optional[torch.Tensor],
 ) -> None:
     query("q", q)
     paged = block_table is not None
@@ -138,21 +147,21 @@ def _attention(
 
 
 def dense_attention(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: Optional[torch.Tensor],
     *,
-    cu_seqlens_q,
-    seqused_k,
-    softmax_scale=None,
-    causal=True,
-    k_scale=None,
-    v_scale=None,
-    out=None,
-    lse=None,
-    return_lse=False,
-    leftpad_k=None,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = True,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
+    out: Optional[torch.Tensor] = None,
+    lse: Optional[torch.Tensor] = None,
+    return_lse: bool = False,
+    leftpad_k: Optional[torch.Tensor] = None,
 ) -> None:
     _attention(
         q,
@@ -172,7 +181,16 @@ def dense_attention(
     )
 
 
-def sparse_attention(q, k_cache, v_cache, block_indices, block_table, *, formulation=None, **options) -> None:
+def sparse_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_table: Optional[torch.Tensor],
+    *,
+    formulation: Optional[str] = None,
+    **options: Any,
+) -> None:
     dense_attention(q, k_cache, v_cache, block_table, **options)
     if formulation is not None and formulation not in FORMULATIONS:
         raise ValueError(f"formulation must be one of {', '.join(FORMULATIONS)} or None, got {formulation!r}")
@@ -180,7 +198,18 @@ def sparse_attention(q, k_cache, v_cache, block_indices, block_table, *, formula
     tensor("block_indices", block_indices, "[T, Hkv, K] (T from q, Hkv from k_cache)", shape, INDICES, q)
 
 
-def store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, *, k_scale=None, v_scale=None) -> None:
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index_k: Optional[torch.Tensor],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    index_k_cache: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
+) -> None:
     text = f"[T, Hkv, {HEAD_DIM}]"
     tensor("k", k, text, (None, None, HEAD_DIM), FLOATS + FLOAT8)
     tensor("v", v, text + " like k", tuple(k.shape), FLOATS + FLOAT8, k)
@@ -194,7 +223,7 @@ def store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, *, k_
             f"index_k and index_k_cache must both be tensors or both None, got {describe(index_k)} and "
             f"{describe(index_k_cache)}"
         )
-    if index_k is not None:
+    if index_k is not None and index_k_cache is not None:
         tensor("index_k", index_k, f"[T, {HEAD_DIM}]", (k.shape[0], HEAD_DIM), FLOATS + FLOAT8, k)
         shape = (k_cache.shape[0], k_cache.shape[2], HEAD_DIM)
         tensor(
@@ -217,7 +246,7 @@ def store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, *, k_
         )
 
 
-def merge_states(outs, lses, *, out_dtype=None) -> None:
+def merge_states(outs: torch.Tensor, lses: torch.Tensor, *, out_dtype: Optional[torch.dtype] = None) -> None:
     """`outs` and `lses` are tensors here: the public function stacks sequences."""
     tensor("outs", outs, f"[N, T, H, {HEAD_DIM}]", (None, None, None, HEAD_DIM), FLOATS)
     if outs.shape[0] == 0:
@@ -233,7 +262,7 @@ def merge_states(outs, lses, *, out_dtype=None) -> None:
         )
 
 
-def problem(op: str, arguments: dict) -> Optional[str]:
+def problem(op: str, arguments: dict[str, Any]) -> Optional[str]:
     """What a call with these arguments would raise, as text; None if it passes or if required arguments are missing."""
     try:
         if op == "merge_states":

@@ -1,6 +1,6 @@
 """Pure layers for `kernels.kernelize`: no state, only `forward`, which calls the public functions."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import nn
@@ -29,9 +29,11 @@ class SparseAttention(nn.Module):
         seqused_k: torch.Tensor,
         softmax_scale: Optional[float] = None,
     ) -> torch.Tensor:
-        lengths = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
-        ids = select_blocks(index_q, index_k_cache, block_table, **lengths)
-        return sparse_attention(q, k_cache, v_cache, ids, block_table, softmax_scale=softmax_scale, **lengths)
+        lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
+        ids: torch.Tensor = select_blocks(index_q, index_k_cache, block_table, **lengths)  # type: ignore[assignment]
+        return sparse_attention(  # type: ignore[return-value]
+            q, k_cache, v_cache, ids, block_table, softmax_scale=softmax_scale, **lengths
+        )
 
 
 class DenseAttention(nn.Module):
@@ -50,5 +52,7 @@ class DenseAttention(nn.Module):
         seqused_k: torch.Tensor,
         softmax_scale: Optional[float] = None,
     ) -> torch.Tensor:
-        lengths = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
-        return dense_attention(q, k_cache, v_cache, block_table, softmax_scale=softmax_scale, **lengths)
+        lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k}
+        return dense_attention(  # type: ignore[return-value]
+            q, k_cache, v_cache, block_table, softmax_scale=softmax_scale, **lengths
+        )

@@ -5,11 +5,11 @@ passes return gradients. Arguments were checked by the public functions. The ope
 by the C++ extension where the build has one.
 """
 
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 
-from . import _backward, reference
+from . import _backward, _jit, reference
 from ._ops import add_op_namespace_prefix, ops
 
 
@@ -26,7 +26,7 @@ def torch_block_scores(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("torch_block_scores"))
-def _(scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k):
+def _(*arguments: object) -> None:
     return None
 
 
@@ -48,7 +48,7 @@ def torch_select_blocks(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("torch_select_blocks"))
-def _(out, scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, local_blocks, init_blocks):
+def _(*arguments: object) -> None:
     return None
 
 
@@ -86,21 +86,7 @@ def torch_sparse_attention(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("torch_sparse_attention"))
-def _(
-    out,
-    lse,
-    q,
-    k_cache,
-    v_cache,
-    block_indices,
-    block_table,
-    cu_seqlens_q,
-    seqused_k,
-    softmax_scale,
-    causal,
-    k_scale,
-    v_scale,
-):
+def _(*arguments: object) -> None:
     return None
 
 
@@ -125,7 +111,7 @@ def torch_dense_attention(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("torch_dense_attention"))
-def _(out, lse, q, k_cache, v_cache, block_table, cu_seqlens_q, seqused_k, softmax_scale, causal, k_scale, v_scale):
+def _(*arguments: object) -> None:
     return None
 
 
@@ -144,7 +130,7 @@ def torch_attention_backward(
     causal: bool,
     k_scale: Optional[torch.Tensor],
     v_scale: Optional[torch.Tensor],
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _backward.attention_backward(
         grad_out,
         grad_lse,
@@ -164,21 +150,22 @@ def torch_attention_backward(
 
 @torch.library.register_fake(add_op_namespace_prefix("torch_attention_backward"))
 def _(
-    grad_out,
-    grad_lse,
-    q,
-    k_cache,
-    v_cache,
-    block_indices,
-    block_table,
-    cu_seqlens_q,
-    seqused_k,
-    softmax_scale,
-    causal,
-    k_scale,
-    v_scale,
-):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cache, v_cache))
+    grad_out: torch.Tensor,
+    grad_lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: Optional[torch.Tensor],
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cache, v_cache))
+    return grad_q, grad_k, grad_v
 
 
 @torch.library.custom_op(
@@ -199,7 +186,7 @@ def torch_store_kv(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("torch_store_kv"))
-def _(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale, v_scale):
+def _(*arguments: object) -> None:
     return None
 
 
@@ -209,7 +196,7 @@ def torch_merge_states(out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor,
 
 
 @torch.library.register_fake(add_op_namespace_prefix("torch_merge_states"))
-def _(out, lse, outs, lses):
+def _(*arguments: object) -> None:
     return None
 
 
@@ -217,35 +204,35 @@ def _(out, lse, outs, lses):
 if hasattr(ops, "aot_merge_states"):
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_block_scores"))
-    def _(*arguments):
+    def _(*arguments: object) -> None:
         return None
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_select_blocks"))
-    def _(*arguments):
+    def _(*arguments: object) -> None:
         return None
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_sparse_attention"))
-    def _(*arguments, **options):
+    def _(*arguments: object, **options: object) -> None:
         return None
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_dense_attention"))
-    def _(*arguments, **options):
+    def _(*arguments: object, **options: object) -> None:
         return None
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_attention_plan"))
-    def _(*arguments):
+    def _(*arguments: object) -> tuple[int, int]:
         return 0, 0
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_sparse_attention_kv_stationary"))
-    def _(*arguments, **options):
+    def _(*arguments: object, **options: object) -> None:
         return None
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_store_kv"))
-    def _(*arguments):
+    def _(*arguments: object) -> None:
         return None
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_merge_states"))
-    def _(*arguments):
+    def _(*arguments: object) -> None:
         return None
 
 
@@ -256,3 +243,4 @@ BUILT = {
     for backend in ("torch", "aot")
     if hasattr(ops, f"{backend}_{op}")
 }
+_jit_operators = _jit.register(BUILT)

@@ -38,7 +38,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 # ---- scores and selection ----
 
 
-def _score_rows(scores, index_q, index_k_cache, pages, rows: Rows) -> None:
+def _score_rows(
+    scores: torch.Tensor, index_q: torch.Tensor, index_k_cache: torch.Tensor, pages: torch.Tensor, rows: Rows
+) -> None:
     """scores[i, h, b] = max over visible t of block b of dot(index_q[i, h], index_k[t]); raw logits, NaN counts as
     -inf, nothing visible is -inf.
     """
@@ -93,22 +95,50 @@ def _selection_rows(index_q: torch.Tensor, blocks: int) -> int:
     return max(1, min(2048, 4 * TILE_BYTES // (8 * index_q.shape[1] * blocks)))
 
 
-def block_scores(scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k) -> None:
+def _reached(pages: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The columns of the table by block that some row can see, at least one: a table is often far wider than its requests
+    are long. Only for real tensors on the CPU, where a look at the lengths waits for nobody.
+    """
+    if type(rows.end) is not torch.Tensor or rows.end.device.type != "cpu" or rows.end.numel() == 0:
+        return pages
+    return pages[:, : max(1, (int(rows.end.max()) + BLOCK - 1) // BLOCK)]
+
+
+def block_scores(
+    scores: torch.Tensor,
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+) -> None:
     """Score of every block for every row and index head, [T, Hi, blocks] fp32."""
     if index_k_cache.shape[0] * block_table.numel() == 0:
         scores.fill_(-INF)
         return
     page = index_k_cache.shape[1]
-    pages = block_pages(block_table, page)
     rows = locate_rows(cu_seqlens_q, seqused_k, index_q.shape[0], block_table.shape[1] * page)
-    step = _selection_rows(index_q, pages.shape[1])
+    pages = _reached(block_pages(block_table, page), rows)
+    blocks = pages.shape[1]
+    scores[..., blocks:] = -INF
+    step = _selection_rows(index_q, blocks)
     for r0 in range(0, index_q.shape[0], step):
         part = slice(r0, r0 + step)
-        _score_rows(scores[part], index_q[part], index_k_cache, pages, Rows(rows.request[part], rows.end[part]))
+        _score_rows(
+            scores[part, :, :blocks], index_q[part], index_k_cache, pages, Rows(rows.request[part], rows.end[part])
+        )
 
 
 def select_blocks(
-    out, scores, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, local_blocks, init_blocks
+    out: torch.Tensor,
+    scores: Optional[torch.Tensor],
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    local_blocks: int,
+    init_blocks: int,
 ) -> None:
     """The blocks each row and index head attends to, [T, Hi, topk] int32: `select_from_scores` of `block_scores`, in
     chunks of rows.
@@ -124,14 +154,19 @@ def select_blocks(
             scores.fill_(-INF)
         return
     page = index_k_cache.shape[1]
-    pages = block_pages(block_table, page)
     rows = locate_rows(cu_seqlens_q, seqused_k, index_q.shape[0], block_table.shape[1] * page)
-    step = _selection_rows(index_q, pages.shape[1])
+    pages = _reached(block_pages(block_table, page), rows)
+    blocks = pages.shape[1]
+    if scores is not None:
+        scores[..., blocks:] = -INF
+    step = _selection_rows(index_q, blocks)
     for r0 in range(0, index_q.shape[0], step):
         part = slice(r0, r0 + step)
         chunk = Rows(rows.request[part], rows.end[part])
-        shape = (chunk.end.shape[0], index_q.shape[1], pages.shape[1])
-        mine = torch.empty(shape, dtype=torch.float32, device=out.device) if scores is None else scores[part]
+        shape = (chunk.end.shape[0], index_q.shape[1], blocks)
+        mine = (
+            torch.empty(shape, dtype=torch.float32, device=out.device) if scores is None else scores[part, :, :blocks]
+        )
         _score_rows(mine, index_q[part], index_k_cache, pages, chunk)
         out[part] = select_from_scores(mine, block_count(chunk.end), out.shape[-1], local_blocks, init_blocks)
 
@@ -150,41 +185,48 @@ def distinct_blocks(block_indices: torch.Tensor, end: torch.Tensor, blocks: int)
     return torch.where(repeat, blocks, ids).sort(-1).values
 
 
-def scaled_query(q, heads: int, softmax_scale: float, k_scale) -> torch.Tensor:
+def scaled_query(q: torch.Tensor, heads: int, softmax_scale: float, k_scale: Optional[torch.Tensor]) -> torch.Tensor:
     """[R, Hq, D] -> [R, Hkv, G, D] in the computing dtype, with the scales of the logits folded in."""
     dtype = compute_dtype(q.dtype)
-    query = q.to(dtype).unflatten(1, (heads, -1)) * softmax_scale
+    query: torch.Tensor = q.to(dtype).unflatten(1, (heads, -1)) * softmax_scale
     scale = per_head(k_scale, heads, dtype)
     return query if scale is None else query * scale.view(-1, 1, 1)
 
 
-def store_rows(out, lse, acc, norm, peak, v_scale) -> None:
+def store_rows(
+    out: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    acc: torch.Tensor,
+    norm: torch.Tensor,
+    peak: torch.Tensor,
+    v_scale: Optional[torch.Tensor],
+) -> None:
     """Normalise acc [R, Hkv, G, D] with its sum of exponentials `norm` and their offset `peak`, both [R, Hkv, G]; norm
     0 is an empty row.
     """
     scale = per_head(v_scale, acc.shape[1], acc.dtype)
     result = acc / torch.where(norm == 0, 1, norm).unsqueeze(-1)
     if scale is not None:
-        result = result * scale.view(-1, 1, 1)
+        result = torch.where(norm.unsqueeze(-1) == 0, 0, result * scale.view(-1, 1, 1))
     out.copy_(result.flatten(1, 2))
     if lse is not None:
         lse.copy_((peak + norm.log()).flatten(1, 2))
 
 
 def sparse_attention(
-    out,
-    lse,
-    q,
-    k_cache,
-    v_cache,
-    block_indices,
-    block_table,
-    cu_seqlens_q,
-    seqused_k,
+    out: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
     softmax_scale: float,
     causal: bool,
-    k_scale,
-    v_scale,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
 ) -> None:
     """Softmax over the union of the visible tokens of each row's blocks; block_indices [T, Hkv, K] serves the Hq / Hkv
     query heads of a KV head.
@@ -194,9 +236,10 @@ def sparse_attention(
         return
     page, heads, dim = k_cache.shape[2], k_cache.shape[1], q.shape[2]
     pages = block_pages(block_table, page)
+    batch, blocks, _ = pages.shape
     rows = locate_rows(cu_seqlens_q, seqused_k, q.shape[0], block_table.shape[1] * page, causal)
     width = block_indices.shape[-1]
-    regroup = _grouped.plan(q.shape[0], heads, q.shape[1] // heads, width, *pages.shape[:2], dim)
+    regroup = _grouped.plan(q.shape[0], heads, q.shape[1] // heads, width, batch, blocks, dim)
     step = regroup.rows if regroup else max(1, TILE_BYTES // (4 * heads * width * BLOCK * dim))
     for r0 in range(0, q.shape[0], step):
         part = slice(r0, r0 + step)
@@ -211,18 +254,18 @@ def sparse_attention(
 
 
 def dense_attention(
-    out,
-    lse,
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    cu_seqlens_q,
-    seqused_k,
+    out: torch.Tensor,
+    lse: Optional[torch.Tensor],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
     softmax_scale: float,
     causal: bool,
-    k_scale,
-    v_scale,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
 ) -> None:
     """Softmax over all visible tokens: online over key ranges, for tiles of rows of one request."""
     if k_cache.shape[0] * block_table.numel() == 0:
@@ -239,7 +282,7 @@ def dense_attention(
         store_rows(out[part], None if lse is None else lse[part], *parts, v_scale)
 
 
-def _fill_empty(out, lse) -> None:
+def _fill_empty(out: torch.Tensor, lse: Optional[torch.Tensor]) -> None:
     out.zero_()
     if lse is not None:
         lse.fill_(-INF)
@@ -257,7 +300,7 @@ def _quantise(x: torch.Tensor, scale: Optional[torch.Tensor], dtype: torch.dtype
     return x.clamp(-limit, limit).to(dtype)
 
 
-def _store(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale) -> None:
+def _store(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: Optional[torch.Tensor]) -> None:
     """values [T, H, D] into cache [P, H, page, D]. Slots outside the cache are sent to slot 0 with what is there, so
     nothing changes.
     """
@@ -279,18 +322,28 @@ def _store(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale
     cache[number, :, offset] = torch.where(any_inside, values[row], old)
 
 
-def store_kv(k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale, v_scale) -> None:
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index_k: Optional[torch.Tensor],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    index_k_cache: Optional[torch.Tensor],
+    slot_mapping: torch.Tensor,
+    k_scale: Optional[torch.Tensor],
+    v_scale: Optional[torch.Tensor],
+) -> None:
     """Write token rows to their slots, slot = page number * page size + offset; slots outside the cache are skipped."""
     if slot_mapping.numel() * k_cache.shape[0] == 0:
         return
     slots = slot_mapping.long()
     _store(k, k_cache, slots, k_scale)
     _store(v, v_cache, slots, v_scale)
-    if index_k is not None:
+    if index_k is not None and index_k_cache is not None:
         _store(index_k.unsqueeze(1), index_k_cache.unsqueeze(1), slots, None)
 
 
-def merge_states(out, lse, outs, lses) -> None:
+def merge_states(out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor) -> None:
     """Combine N partial results: L = log sum exp(lses), out = sum exp(lses - L) outs, states in ascending order.
 
     A state with LSE -inf contributes nothing, even where its output is NaN; if all are -inf, out is 0 and lse -inf. NaN

@@ -1,6 +1,6 @@
 """Block selection: the indexer's scores and the blocks that each query row attends to."""
 
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 
@@ -20,14 +20,22 @@ def _scores_like(index_q: torch.Tensor, reach: int) -> torch.Tensor:
     )
 
 
-def _operands(backend: str, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, leftpad_k):
+def _operands(
+    backend: str,
+    index_q: torch.Tensor,
+    index_k_cache: torch.Tensor,
+    block_table: Optional[torch.Tensor],
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    leftpad_k: Optional[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
     """What the operators of both functions take; no gradient passes through a selection."""
     if block_table is None:
         rows = _contiguous.rows_of(index_k_cache, seqused_k, leftpad_k)
         index_k_cache, seqused_k = _contiguous.slots(index_k_cache.detach()), rows.seqused
         block_table = _contiguous.table_for(backend, rows, _contiguous.SCORING_RUN)
-    indices = (block_table, cu_seqlens_q, seqused_k)
-    if backend == "aot":
+    indices = [block_table, cu_seqlens_q, seqused_k]
+    if backend != "torch":
         indices = [_limits.int32(x) for x in indices]
     return (index_q.detach(), index_k_cache.detach(), *indices)
 
@@ -62,9 +70,10 @@ def block_scores(
         TypeError, ValueError: an argument breaks one of the rules above. NotImplementedError: the dtypes or the backend
             asked for are not implemented.
     """
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "leftpad_k": leftpad_k}
-    checks.block_scores(index_q, index_k_cache, block_table, **lengths)
-    outside = _limits.block_scores(index_q, seqused_k)
+    checks.block_scores(
+        index_q, index_k_cache, block_table, cu_seqlens_q=cu_seqlens_q, seqused_k=seqused_k, leftpad_k=leftpad_k
+    )
+    outside = _limits.block_scores(index_q, seqused_k, index_k_cache)
     backend = choose("block_scores", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
     scores = _scores_like(index_q, _reach(index_k_cache, block_table))
     tensors = _operands(backend, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, leftpad_k)
@@ -85,7 +94,7 @@ def select_blocks(
     leftpad_k: Optional[torch.Tensor] = None,
     out: Optional[torch.Tensor] = None,
     return_scores: bool = False,
-):
+) -> Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The blocks that each query row and index head attends to.
 
     A row at position p has n = p // 128 + 1 candidates. The `local_blocks` newest and the `init_blocks` first are
@@ -123,11 +132,11 @@ def select_blocks(
         out=out,
         return_scores=return_scores,
     )
-    outside = _limits.select_blocks(index_q, seqused_k, topk)
+    outside = _limits.select_blocks(index_q, seqused_k, topk, index_k_cache)
     backend = choose("select_blocks", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
     if out is None:
         out = torch.empty((index_q.shape[0], index_q.shape[1], topk), dtype=torch.int32, device=index_q.device)
     scores = _scores_like(index_q, _reach(index_k_cache, block_table)) if return_scores else None
     tensors = _operands(backend, index_q, index_k_cache, block_table, cu_seqlens_q, seqused_k, leftpad_k)
     BUILT["select_blocks", backend](out, scores, *tensors, local_blocks, init_blocks)
-    return (out, scores) if return_scores else out
+    return out if scores is None else (out, scores)

@@ -7,18 +7,20 @@
 Three hooks: an attention function, a mask function (see `_transformers_rows.py`), and the indexer's forward, which
 under this implementation only projects: selection runs beside attention, where padding and offsets are known, and so
 never builds scores of [queries, keys]. Under any other implementation the indexer's forward is the one found before.
+Under tensor parallelism a fourth divides the heads among the ranks (`_transformers_parallel.py`).
 
 transformers is imported inside functions only.
 """
 
 import re
 import sys
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from ._arguments import needs_grad
 from ._transformers_cache import read_states
+from ._transformers_parallel import patch_distribution
 from ._transformers_rows import check_rows, compact_mask, read_rows
 from .attention import dense_attention, sparse_attention
 from .selection import select_blocks
@@ -56,6 +58,7 @@ def register_transformers(name: str = "m3_sparse") -> None:
     # Without this one transformers passes no mask at all, silently, and padding would be ignored.
     AttentionMaskInterface.register(name, compact_mask)
     patch_indexer(modeling.MiniMaxM3VLIndexer)
+    patch_distribution(modeling.MiniMaxM3VLPreTrainedModel, serves, flash_attn_forward)
 
 
 def register_if_loaded() -> None:
@@ -70,16 +73,16 @@ def register_if_loaded() -> None:
 
 
 def flash_attn_forward(
-    module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Optional[torch.Tensor] = None,
     dropout: float = 0.0,
     scaling: Optional[float] = None,
-    block_indices=None,
-    **kwargs,
-):
+    block_indices: Optional[IndexStates] = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [B, Hq, Sq, 128], key and value [B, Hkv, Sk, 128].
 
     Sparse layers pass IndexStates as `block_indices` and attend over the blocks selected from them; dense layers pass
@@ -96,12 +99,13 @@ def flash_attn_forward(
     rows = read_rows(attention_mask, position_ids, query, key)
     # Once per forward is enough: all layers see the same mask and positions, and NaN reaches them all.
     refused = check_rows(rows, attention_mask, position_ids, q_length) if module.layer_idx == 0 else None
-    lengths = {
+    lengths: dict[str, Any] = {
         "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=query.device) * q_length,
         "seqused_k": rows.kv_lengths(q_length),
     }
     (keys, values), block_table, leftpad = read_states((key, value), rows.pad, needs_grad(query, key, value))
-    options = {**lengths, "softmax_scale": scaling, "leftpad_k": leftpad}
+    options: dict[str, Any] = {**lengths, "softmax_scale": scaling, "leftpad_k": leftpad}
+    out: Any
     if block_indices is None:
         out = dense_attention(tokens(query), keys, values, block_table, **options)
     else:
@@ -113,10 +117,10 @@ def flash_attn_forward(
     return out, None
 
 
-def select(indexer, states: IndexStates, pad: Optional[torch.Tensor], lengths) -> torch.Tensor:
+def select(indexer: Any, states: IndexStates, pad: Optional[torch.Tensor], lengths: dict[str, Any]) -> torch.Tensor:
     """Selected blocks [B * Sq, Hi, topk], counted from each row's first real token."""
     (keys,), block_table, leftpad = read_states((states.key.detach(),), pad, False)
-    return select_blocks(
+    return select_blocks(  # type: ignore[return-value]  # a tensor without return_scores
         tokens(states.query.detach()),
         keys[:, 0],
         block_table,
@@ -132,7 +136,16 @@ def tokens(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
-def delegate_to_sdpa(module, query, key, value, attention_mask, dropout, scaling, kwargs):
+def delegate_to_sdpa(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Optional[torch.Tensor],
+    dropout: float,
+    scaling: Optional[float],
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if attention_mask is not None and attention_mask.dtype == torch.int64:
@@ -142,7 +155,14 @@ def delegate_to_sdpa(module, query, key, value, attention_mask, dropout, scaling
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def check_call(module, query, key, dropout, block_indices, kwargs) -> None:
+def check_call(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    dropout: float,
+    block_indices: Optional[IndexStates],
+    kwargs: dict[str, Any],
+) -> None:
     if dropout:
         raise NotImplementedError(f"m3_sparse: expected attention dropout 0, but got {dropout}")
     if kwargs.get("cache") is not None:
@@ -158,7 +178,8 @@ def check_call(module, query, key, dropout, block_indices, kwargs) -> None:
             "m3_sparse: expected the package's own indexer, but block indices came ready; call register_transformers()"
         )
     indexer, kv_heads = module.indexer, key.shape[1]
-    found = (indexer.block_size, indexer.head_dim, indexer.num_heads)
+    # Under tensor parallelism both counts are this rank's.
+    found = (indexer.block_size, indexer.head_dim, block_indices.query.shape[1])
     if found != (BLOCK, BLOCK, kv_heads):
         raise NotImplementedError(
             f"m3_sparse: expected index_block_size {BLOCK}, index_head_dim {BLOCK} and index_n_heads {kv_heads} "
@@ -166,7 +187,9 @@ def check_call(module, query, key, dropout, block_indices, kwargs) -> None:
         )
 
 
-def project_index(self, hidden_states, position_embeddings, cache) -> IndexStates:
+def project_index(
+    self: Any, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], cache: Any
+) -> IndexStates:
     """MiniMaxM3VLIndexer.forward up to the scores: projections, norms, RoPE and the index-key cache."""
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb
 
@@ -182,7 +205,7 @@ def project_index(self, hidden_states, position_embeddings, cache) -> IndexState
     return IndexStates(query, key)
 
 
-def patch_indexer(indexer_class) -> None:
+def patch_indexer(indexer_class: Any) -> None:
     """Replace the class's forward by one that serves our names and otherwise calls what it found.
 
     Two copies of this package (two versions, or one loaded from the Hub beside an installed one) chain in this way,
@@ -194,19 +217,20 @@ def patch_indexer(indexer_class) -> None:
             return
         found = getattr(found, "_m3_sparse_previous", None)
 
-    def forward(self, hidden_states, position_embeddings, *args, **kwargs):
+    def forward(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
         if not serves(self.config._attn_implementation):
             return previous(self, hidden_states, position_embeddings, *args, **kwargs)
         # Third and positional in every supported version; its name changed in 5.24.
         cache = args[0] if args else kwargs.get("cache", kwargs.get("past_key_values"))
         return project_index(self, hidden_states, position_embeddings, cache)
 
-    forward._m3_sparse_attention = flash_attn_forward
-    forward._m3_sparse_previous = previous
-    indexer_class.forward = forward
+    replacement: Any = forward
+    replacement._m3_sparse_attention = flash_attn_forward
+    replacement._m3_sparse_previous = previous
+    indexer_class.forward = replacement
 
 
-def serves(name: Optional[str]) -> bool:
+def serves(name: str) -> bool:
     """Whether transformers binds this name, which may be a Hub repository's, to this copy's attention function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -224,7 +248,7 @@ def check_name(name: str) -> None:
         raise ValueError("m3_sparse: expected a name, but got an empty string")
 
 
-def load_modeling():
+def load_modeling() -> Any:
     """transformers' module with the MiniMax-M3 classes, if this version is supported."""
     import transformers
 
@@ -235,7 +259,7 @@ def load_modeling():
     try:
         from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as modeling
 
-        for name in ("MiniMaxM3VLIndexer", "apply_rotary_pos_emb"):
+        for name in ("MiniMaxM3VLIndexer", "MiniMaxM3VLPreTrainedModel", "apply_rotary_pos_emb"):
             getattr(modeling, name)
     except (ImportError, AttributeError) as error:
         raise NotImplementedError(

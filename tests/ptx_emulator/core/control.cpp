@@ -65,6 +65,7 @@ Status leave(Warp& w, const Instruction&) {
 
 Status trap(Warp&, const Instruction&) { fail("trap"); }
 Status nothing(Warp&, const Instruction&) { return Status::kNext; }
+Status sleep(Warp&, const Instruction&) { return Status::kTurnOver; }
 
 void register_all() {
   static bool done = false;
@@ -75,6 +76,7 @@ void register_all() {
   register_handler("exit", leave);
   register_handler("trap", trap);
   register_handler("nothing", nothing);
+  register_handler("sleep", sleep);
   register_alu();
   register_float();
   register_convert();

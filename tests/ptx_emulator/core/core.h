@@ -55,7 +55,7 @@ struct Cluster;
 struct Machine;
 class Race;
 
-enum class Status { kNext, kJumped, kBlocked };
+enum class Status { kNext, kJumped, kBlocked, kTurnOver };
 
 struct Instruction;
 using Handler = Status (*)(Warp&, const Instruction&);

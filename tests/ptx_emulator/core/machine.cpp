@@ -159,10 +159,9 @@ void Warp::run(u64 blocks) {
     wait.kind = Wait::kNone;
     resumed = false;
     ++executed;
-    if (status == Status::kNext)
-      ++stack.back().pc;
-    else if (++entered > blocks)
-      break;
+    if (status == Status::kNext || status == Status::kTurnOver) ++stack.back().pc;
+    if (status == Status::kTurnOver) break;
+    if (status == Status::kJumped && ++entered > blocks) break;
   }
   instructions += executed;
 }

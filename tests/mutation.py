@@ -1,0 +1,264 @@
+"""Do the tests notice a fault? Applies the seeded faults of mutants.py one at a time and runs the tests beside each.
+
+    python tests/mutation.py [--only TEXT] [--smoke] [--python] [--missing] [--write]
+
+Each mutant is a copy of the package (or of the launcher, compiled: one file and the link) in a temporary folder; nothing
+in the tree changes. Python's tests run in a child forked after torch was imported. A mutant that its tests pass is a
+survivor: exit status 1. `--write` puts each result into docs/measurements/mutation.json and the table made of them into
+docs/mutation.md; `--missing` runs those that are not noticed there. Faults of the kernels themselves are the PTX emulator's: tests/test_emulated_faults.py, whose records of
+the last run with that option (build/ptx_emulator/faults) are counted into the table.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import build
+import cuda_extension
+import mutants
+from project import load_project
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 300  # a mutant that hangs is noticed
+KILLED, SURVIVED, BROKEN = "noticed", "survived", "no verdict"
+
+
+def edited(text: str, mutant) -> str:
+    if text.count(mutant.before) != 1:
+        raise ValueError(f"{mutant.file}: {text.count(mutant.before)} places of {mutant.before!r} ({mutant.fault})")
+    return text.replace(mutant.before, mutant.after)
+
+
+# ---- Python: the package in a copy of the built variant ----
+
+
+OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+
+def in_child(arguments: list, log: Path, seconds: int = SECONDS) -> int:
+    """pytest's exit status, in a forked child that has imported what is slow to import."""
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            with log.open("w") as out:
+                os.dup2(out.fileno(), 1)
+                os.dup2(out.fileno(), 2)
+            import pytest
+
+            code = int(pytest.main(arguments))
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return 1
+
+
+def passes(chosen: list, variant: Path, scratch: Path) -> bool:
+    """Whether the tests of these mutants pass on the package as it is."""
+    log, tests = scratch / "log", sorted({test for mutant in chosen for test in mutant.tests})
+    passed = in_child([*OPTIONS, "--variant", str(variant), *tests], log, 10 * SECONDS) == 0
+    if not passed:
+        print(log.read_text()[-4000:], file=sys.stderr)
+    return passed
+
+
+def judge_python(mutant, variant: Path, scratch: Path) -> str:
+    copy = scratch / "variant" / variant.name
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(variant, copy)
+    path = copy / Path(mutant.file).name
+    path.write_text(edited(path.read_text(), mutant))
+    log = scratch / "log"
+    code = in_child([*OPTIONS, "--variant", str(copy), *mutant.tests], log)
+    if code not in (0, 1) and code > 0:
+        print(log.read_text()[-2000:], file=sys.stderr)
+    # A signal is a crash: noticed.
+    return KILLED if code == 1 or code < 0 else SURVIVED if code == 0 else BROKEN
+
+
+# ---- C++: one file compiled again, the rest as in build/cmake ----
+
+
+class Extension:
+    def __init__(self, project, scratch: Path):
+        self.variant = build.build_cuda(project, ROOT / "build")
+        self.tree = scratch / "tree"
+        shutil.copytree(ROOT / "tests", self.tree / "tests", ignore=shutil.ignore_patterns("gpu", "__pycache__"))
+        shutil.copytree(self.variant, self.tree / "build" / self.variant.name)
+        (self.tree / "build" / "kernels").symlink_to(ROOT / "build" / "kernels")
+        (self.tree / "torch-ext").symlink_to(ROOT / "torch-ext")
+        ninja = [cuda_extension.program("ninja"), "-C", str(ROOT / "build" / "cmake"), "-t", "commands"]
+        self.commands = subprocess.run(ninja, capture_output=True, text=True, check=True).stdout.splitlines()
+        [library] = (self.tree / "build" / self.variant.name).glob("*.abi3.so")
+        self.library = library
+
+    def compile(self, mutant, scratch: Path) -> str:
+        """The compiler's complaint, or nothing."""
+        name = f"torch-ext/{mutant.file}"
+        source = ROOT / "build" / "source" / name
+        changed = scratch / Path(mutant.file).name
+        changed.write_text(edited(source.read_text(), mutant))
+        [command] = [line for line in self.commands if f"-c {source}" in line]
+        words = shlex.split(command)
+        former = words[words.index("-o") + 1]
+        compiled = scratch / "changed.o"
+        words[words.index("-c") + 1], words[words.index("-o") + 1] = str(changed), str(compiled)
+        words += ["-I", str(source.parent), "-Wno-unused"]
+        link = self.commands[-1].replace(former, str(compiled)).replace(f"-o {self.library.name}", f"-o {self.library}")
+        for step in (shlex.join(words), link):
+            done = subprocess.run(step, shell=True, cwd=ROOT / "build" / "cmake", capture_output=True, text=True)
+            if done.returncode != 0:
+                return done.stdout + done.stderr
+        return ""
+
+    def judge(self, mutant, scratch: Path) -> str:
+        if complaint := self.compile(mutant, scratch):
+            print(complaint[-2000:], file=sys.stderr)
+            return BROKEN
+        file, *checks = mutant.tests
+        return SURVIVED if self.check(file, checks) else KILLED
+
+    def check(self, file: str, checks: list) -> bool:
+        command = [sys.executable, str(self.tree / "tests" / file), *checks]
+        try:
+            return subprocess.run(command, capture_output=True, timeout=SECONDS).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    def passes(self, chosen: list) -> bool:
+        """Whether the checks of these mutants pass with the library as it is."""
+        files = {mutant.tests[0]: [] for mutant in chosen}
+        for mutant in chosen:
+            files[mutant.tests[0]] += [name for name in mutant.tests[1:] if name not in files[mutant.tests[0]]]
+        return all(self.check(file, checks) for file, checks in files.items())
+
+
+def run(chosen: list, keep) -> list:
+    import hypothesis  # noqa: F401  what the children need not import again
+    import pytest  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    project = load_project()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        python = build.build_cpu(project, ROOT / "build")
+        ours, others = ([m for m in chosen if m.file.endswith(".py") == of_python] for of_python in (True, False))
+        if ours and not passes(ours, python, scratch):
+            raise SystemExit("Python's tests fail without a fault")
+        extension = Extension(project, scratch) if others else None
+        if extension and not extension.passes(others):
+            raise SystemExit("the launcher's checks fail without a fault")
+        for mutant in chosen:
+            start = time.monotonic()
+            if mutant.file.endswith(".py"):
+                verdict = judge_python(mutant, python, scratch)
+            else:
+                verdict = extension.judge(mutant, scratch)
+            seconds = round(time.monotonic() - start, 1)
+            results.append({"fault": mutant.fault, "file": mutant.file, "verdict": verdict, "seconds": seconds})
+            keep(results[-1])
+            print(f"{verdict:10} {seconds:6.1f} s  {mutant.file}: {mutant.fault}", flush=True)
+    return results
+
+
+# ---- The table ----
+
+RESULTS, PAGE = ROOT / "docs" / "measurements" / "mutation.json", ROOT / "docs" / "mutation.md"
+HEAD = """# Mutation test of the tests
+
+Generated by `python tests/mutation.py --write` from [its results](measurements/mutation.json). Each row is one fault put into
+the sources (tests/mutants.py has the edit and the tests that must fail); the tests of an unbroken tree pass.
+"""
+KERNELS = (
+    "Faults put into the PTX of shipped programs (a wait, barrier, fence or arrival dropped, a parity flipped, an address, "
+    "count or descriptor changed), as noticed in the emulator by `tests/test_emulated_faults.py`. Which kinds there are, and "
+    "what is known of those that pass: [ptx_emulator.md](ptx_emulator.md)."
+)
+
+
+def emulated_faults() -> dict:
+    """{program: [mutants, noticed]} of the kernels' PTX."""
+    records = ROOT / "build" / "ptx_emulator" / "faults"
+    counted = {}
+    for path in sorted(records.glob("*.json")):
+        rows = json.loads(path.read_text())
+        counted[path.stem] = [len(rows), sum(by is not None for *_, by in rows)]
+    return counted
+
+
+def page(results: dict) -> str:
+    rows = results["sources"]
+    noticed = sum(row["verdict"] == KILLED for row in rows)
+    lines = [HEAD, f"{noticed} of {len(rows)} noticed.", "", "| file | fault | verdict |", "|---|---|---|"]
+    lines += [f"| {row['file']} | {row['fault']} | {row['verdict']} |" for row in rows]
+    kernels = results["kernels"]
+    if kernels:
+        total, seen = (sum(pair[i] for pair in kernels.values()) for i in (0, 1))
+        lines += ["", "## Kernels", ""]
+        lines += [
+            KERNELS,
+            "",
+            "| program | faults | noticed |",
+            "|---|---|---|",
+        ]
+        lines += [f"| {name} | {count} | {hits} |" for name, (count, hits) in kernels.items()]
+        lines.append(f"| all | {total} | {seen} |")
+    return "\n".join(lines) + "\n"
+
+
+def written() -> dict:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"sources": [], "kernels": {}}
+
+
+def write(row: dict) -> None:
+    """Puts one result into its place, and leaves out faults that are no longer in the list."""
+    rows = {**{known["fault"]: known for known in written()["sources"]}, row["fault"]: row}
+    ordered = [rows[mutant.fault] for mutant in mutants.ALL if mutant.fault in rows]
+    results = {"sources": ordered, "kernels": emulated_faults() or written()["kernels"]}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", help="faults whose name or file has this in it")
+    parser.add_argument("--smoke", action="store_true", help="the few that make test runs")
+    parser.add_argument("--python", action="store_true", help="none of the C++ files")
+    parser.add_argument("--missing", action="store_true", help="what the written results do not hold as noticed")
+    parser.add_argument("--write", action="store_true", help="write the results and docs/mutation.md")
+    options = parser.parse_args()
+    chosen = mutants.PYTHON if options.python else mutants.ALL
+    if options.smoke:
+        chosen = [mutant for mutant in mutants.PYTHON if mutant.fault in mutants.SMOKE]
+    if options.only:
+        chosen = [mutant for mutant in chosen if options.only in mutant.fault or options.only in mutant.file]
+    if options.missing:
+        seen = {row["fault"] for row in written()["sources"] if row["verdict"] == KILLED}
+        chosen = [mutant for mutant in chosen if mutant.fault not in seen]
+    os.chdir(ROOT)
+    results = run(chosen, write if options.write else lambda row: None)
+    noticed = sum(row["verdict"] == KILLED for row in results)
+    print(f"{noticed} of {len(results)} faults noticed")
+    return 0 if noticed == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

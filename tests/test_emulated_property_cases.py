@@ -1,0 +1,66 @@
+"""What the property tests found in the AOT kernels' way, each by name, in the PTX emulator. Needs `--backend=emulated`."""
+
+import cases
+import field_helpers
+import oracle
+import pytest
+import torch
+
+import m3_sparse
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+SCALES = {
+    "strided": torch.tensor([0.5, 9.0, 2.0, 9.0])[::2],
+    "expanded": torch.tensor([0.5]).expand(2),
+    "one in two dimensions": torch.tensor([[0.5]]),
+}
+
+
+@pytest.mark.parametrize("form", SCALES)
+def test_scales_of_any_strides(emulation, form):
+    """k_scale and v_scale that aren't contiguous were refused by the operator, after the arguments had passed."""
+    backend, scale = field_helpers.Backend("aot"), SCALES[form]
+    case = field_helpers.make([2, 9], [300, 140], heads=(32, 2), kv_dtype=E4M3, seed=1)
+    case.k_scale = case.v_scale = scale
+    backend.check(case)
+    case = field_helpers.make([2, 9], [300, 140], heads=(32, 2), seed=1)
+    case.k_scale = case.v_scale = scale
+    backend.check_dense(case)
+    k, v = (torch.randn(3, 2, 128).to(BF16) for _ in range(2))
+    caches = [torch.zeros(2, 2, 64, 128).to(E4M3) for _ in range(2)]
+    arguments = (k, v, None, *caches, None, torch.tensor([5, 70, 1]))
+    want = oracle.store_kv(*arguments, k_scale=scale, v_scale=scale)
+    with m3_sparse.backend("aot"):
+        m3_sparse.store_kv(*arguments, k_scale=scale, v_scale=scale)
+    for cache, expected in zip(caches, want):
+        assert torch.equal(oracle.stored_bytes(cache), expected)
+
+
+@pytest.mark.parametrize("name", ["block_scores", "select_blocks"])
+def test_float8_queries_over_expanded_keys_take_torch(emulation, name):
+    """The call failed in the operator; by default it takes the torch backend."""
+    case = cases.make([2], [300], heads=(4, 4), dtype=BF16, kv_dtype=E4M3, kind="int", poison="zero")
+    case.index_q = case.index_q.to(E4M3)
+    case.index_k_cache = case.index_k_cache[:1].expand(case.index_k_cache.shape)
+    args, lengths = case.index()
+    with m3_sparse.backend("aot"), pytest.raises(NotImplementedError, match="strides above 0"):
+        getattr(m3_sparse, name)(*args, **lengths)
+    scores = m3_sparse.block_scores(*args, **lengths)
+    assert torch.equal(scores.double(), oracle.block_scores(*args, **lengths))
+
+
+@pytest.mark.parametrize("formulation", [None, "decode", "union", "kv_stationary"])
+@pytest.mark.parametrize("table", [True, False], ids=["pages", "contiguous"])
+def test_a_cache_without_a_token_gives_empty_rows(emulation, table, formulation):
+    """kv_stationary, asked for by name, refused a cache without a page, or of rows without a slot."""
+    q = torch.randn(2, 16, 128).to(BF16)
+    cache = torch.zeros((0, 1, 128, 128) if table else (2, 1, 0, 128), dtype=BF16)
+    pages = torch.zeros(2, 3, dtype=torch.int32) if table else None
+    lengths = {"cu_seqlens_q": torch.tensor([0, 1, 2]), "seqused_k": torch.tensor([300, 0])}
+    out, lse = torch.full_like(q, float("nan")), torch.full((2, 16), float("nan"))
+    with m3_sparse.backend("aot"):
+        m3_sparse.sparse_attention(
+            q, cache, cache, torch.zeros(2, 1, 16, dtype=torch.int32), pages, **lengths, out=out, lse=lse,
+            formulation=formulation,
+        )  # fmt: skip
+    assert field_helpers.is_empty(out, lse)
