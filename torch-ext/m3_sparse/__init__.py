@@ -4,7 +4,7 @@
 where. Importing this package creates no CUDA context, prints nothing and imports nothing but torch.
 """
 
-from . import layers
+from . import _extension, layers  # the first of them loads the compiled extension
 from .attention import dense_attention, merge_states, sparse_attention
 from .cache import store_kv
 from .capability import backend, capabilities, explain
