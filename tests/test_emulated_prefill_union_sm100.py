@@ -124,7 +124,7 @@ def test_each_request_takes_its_formulation(emulation, device, kv):
 @each_device
 @each_dtype
 def test_one_request_chooses(emulation, device, dtypes):
-    """Then its tiles may be given out in pairs (shared/union_loaders.py), if it takes this formulation."""
+    """Then its tiles may be given out in pairs (shared/union_tiles.py), if it takes this formulation."""
     q, kv = dtypes
     case = cases.make([40], [900], heads=(32, 2), dtype=q, kv_dtype=kv, topk=3, style="clean")
     for first, second in (([0, 1, 4], [0, 1, 4]), ([0, 1, 4], [2, 3, 5])):

@@ -38,25 +38,20 @@ from cutlass import Float32, Int32, Int64
 from shared import blackwell, hopper, ptx, smem, softmax, tma
 from shared.entries import UnionEntry
 from shared.program import Program
-from shared.union_loaders import (
+from shared.union_tiles import (
     BLOCK,
     EDGE_BITS,
     END,
     FIRST,
-    GROUP,
-    HALF,
     HEAD,
     LENGTH,
     LIST_ENTRIES,
-    LOADER_WARPS,
     RECORD,
     SCALE,
-    TILE,
     TOKEN_MASK,
     V_SCALE,
-    WIDENERS,
-    UnionLoaders,
 )
+from shared.union_loaders import GROUP, HALF, LOADER_WARPS, TILE, WIDENERS, UnionLoaders
 
 FIRST_CONSUMER = 8  # warp
 REGISTERS = (120, 240)  # a thread: loading, widening and multiplying; softmax. Of 65,536 / 128 in all

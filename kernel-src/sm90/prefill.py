@@ -48,8 +48,8 @@ Budget (H200)
 Limits
     head_dim 128, block 128, page 64 or 128, at most 16 query heads a KV head. Bases and strides of q, K, V multiples of 16
     bytes (tensor maps). Lists may hold anything: tokens and slots outside the chunk are left out, pages outside the cache
-    read as zeros. Bytes past a sequence's length don't matter; a NaN or infinity in V within it reaches all rows of its
-    block, those of earlier tokens too (0 * NaN).
+    read as zeros. Bytes past a sequence's length don't matter; what isn't finite within it reaches the rows that see it and no
+    other (shared/prefill_loader.py).
 """
 
 import cutlass

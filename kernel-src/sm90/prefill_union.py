@@ -10,7 +10,7 @@ Tile picture
     warp. O += P V with P from registers. Two such warpgroups share K and V.
 
 Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other";
-       where they are few, every second one by its number of blocks: shared/union_loaders.py)
+       where they are few, every second one by its number of blocks: shared/union_tiles.py)
     loaders      4 warps, and 4 that widen float8: shared/union_loaders.py.
     consumers    2 x 4 warps. Q K of the next block is under way while the softmax of this one waits for P V.
                  Blocks that none of a warpgroup's tokens chose are passed on: it waits for "full" and releases.
@@ -21,6 +21,7 @@ Order of the sums
 
 What may hold anything
     K past the length: its columns are set to -inf. V past the length: the V warp makes zeros of those rows (0 * NaN).
+    A NaN or infinity in V that a token sees is for the tile's others 0 * NaN: shared/union_tiles.py has these computed again.
     A page outside the cache is a coordinate outside the tensor map: zeros. Rows of Q behind a tile's last token belong
     to other requests and are not written.
 
@@ -52,25 +53,20 @@ from cutlass import Float32, Int32, Int64
 from shared import hopper, ptx, smem, softmax, tma
 from shared.entries import UnionEntry
 from shared.program import Program
-from shared.union_loaders import (
+from shared.union_tiles import (
     COUNT_A,
     EDGE_BITS,
     END,
     FIRST,
-    GROUP,
-    HALF,
     HEAD,
     LENGTH,
     LIST_ENTRIES,
-    LOADER_WARPS,
     RECORD,
     SCALE,
-    TILE,
     TOKEN_MASK,
     V_SCALE,
-    WIDENERS,
-    UnionLoaders,
 )
+from shared.union_loaders import GROUP, HALF, LOADER_WARPS, TILE, WIDENERS, UnionLoaders
 
 
 class PrefillUnion(UnionEntry, UnionLoaders):
