@@ -277,7 +277,7 @@ def test_vmap_is_refused(operators, name):
 
 def test_copies_of_a_layer(emulation):
     case = small(heads=(16, 1), poison="zero")
-    (q, k, v, ids, table), lengths = case.sparse()[0], case.lengths()
+    (q, k, v, _, table), lengths = case.sparse()[0], case.lengths()
     layer = m3_sparse.layers.DenseAttention()
     with m3_sparse.backend("aot"):
         want = layer(q, k, v, table, *lengths.values())

@@ -29,8 +29,8 @@ def load(*folders):
     lines = ["import importlib.util, sys"]
     for i, folder in enumerate(folders):
         lines += [
-            f"spec = importlib.util.spec_from_file_location('m{i}', {str(folder / '__init__.py')!r}, "
-            f"submodule_search_locations=[{str(folder)!r}])",
+            f"at = {{'submodule_search_locations': [{str(folder)!r}]}}",
+            f"spec = importlib.util.spec_from_file_location('m{i}', {str(folder / '__init__.py')!r}, **at)",
             f"m{i} = sys.modules['m{i}'] = importlib.util.module_from_spec(spec)",
             f"spec.loader.exec_module(m{i})",
         ]
@@ -141,7 +141,9 @@ def client(hub, tmp_path):
 def test_a_variant_that_is_missing(client):
     """A CUDA build of torch finds none here: the clients list what there is, and backend="cpu" takes the one that there is."""
     code = 'import torch\ntorch.version.cuda = "13.0"\n' + GET
-    with pytest.raises(ClientError, match=r"FileNotFoundError: Cannot find a build variant for this system(.|\n)*torch-cpu"):
+    with pytest.raises(
+        ClientError, match=r"FileNotFoundError: Cannot find a build variant for this system(.|\n)*torch-cpu"
+    ):
         client.run(code.replace(', backend="cpu"', "") + "answer()")
     assert USED.items() <= client.run(code + USE).items()
 
@@ -162,7 +164,9 @@ def test_an_older_cuda_gets_no_variant_and_is_told_so(cuda_variant, tmp_path):
 def test_no_network(client):
     with pytest.raises(ClientError, match="could not verify publisher trust status|Connection refused|ConnectError"):
         client.run(GET + "answer()", HF_ENDPOINT=CLOSED)
-    with pytest.raises(ClientError, match="not available in the local cache(.|\n)*Download the kernel while online first"):
+    with pytest.raises(
+        ClientError, match="not available in the local cache(.|\n)*Download the kernel while online first"
+    ):
         client.run(GET + "answer()", HF_ENDPOINT=CLOSED, HF_HUB_OFFLINE="1")
     client.run(f"""
         from huggingface_hub import snapshot_download

@@ -16,14 +16,15 @@ import threading
 import traceback
 
 import cases
-import m3_sparse
 import pytest
 import torch
-from m3_sparse._ops import ops
 from test_ops import Problem, calls, counting_backend, equal, public_calls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+import m3_sparse
+from m3_sparse._ops import ops
 
 FUNCTIONS = list(public_calls(Problem()))
 
@@ -567,7 +568,7 @@ def in_a_fork(function):
         text = ""
         try:
             function()
-        except BaseException:
+        except BaseException:  # noqa: BLE001  told by the parent
             text = traceback.format_exc()
         os.write(write, text.encode()[-4000:])
         os._exit(0)

@@ -226,7 +226,7 @@ def threads_at_once(count, rounds):
                     # The backend's name belongs to the process, so it is set outside.
                     made[i].append([x for f, a in prepared[i].values() for x in tree_flatten(f(*a))[0]])
             stream.synchronize()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  told by the main thread
             errors.append(error)
 
     torch.cuda.synchronize()

@@ -245,7 +245,7 @@ if hasattr(ops, "aot_merge_states"):
 
     # Its size is the launcher's to know.
     @torch.library.register_fake(add_op_namespace_prefix("aot_union_lists"))
-    def _(q, *arguments, **options):
+    def _(q: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
         return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
 
     @torch.library.register_fake(add_op_namespace_prefix("aot_sparse_attention_kv_stationary"))
