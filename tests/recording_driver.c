@@ -25,6 +25,18 @@ static int capability = 90, multiprocessors, load_count, context_device = -1;
 static unsigned last_cluster, last_overlap; /* of the last launch: CTAs of a cluster, programmatic dependence */
 static int last_carveout;                   /* and percent of shared memory, or -1 */
 
+static struct {
+  const char *name;
+  int result;
+} faults[2];
+static unsigned num_faults;
+
+/* Before the extension's first launch: a call that always fails, or with result 0 one that this driver lacks. */
+void recording_fail(const char *name, int result) {
+  if (num_faults == sizeof faults / sizeof *faults) abort();
+  faults[num_faults].name = strdup(name);
+  faults[num_faults++].result = result;
+}
 void recording_set_callback(LaunchCallback callback) { on_launch = callback; }
 void recording_set_capability(int value) { capability = value; }
 void recording_set_multiprocessors(int value) { multiprocessors = value; }
@@ -123,6 +135,7 @@ static CUresult TensorMapEncodeTiled(void* map, int type, unsigned rank, void* b
                                      const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
                                      int interleave, int swizzle, int promotion, int fill) {
   FAIL_WHERE_BROKEN("cuTensorMapEncodeTiled");
+  if (context_device < 0) return 201; /* CUDA_ERROR_INVALID_CONTEXT */
   TensorMap m = {.base = (uint64_t)base, .type = type, .rank = rank, .swizzle = swizzle, .promotion = promotion};
   m.marks = ~(uint64_t)0;
   if (m.base % 16 || rank < 1 || rank > 5 || interleave || fill) return 1; /* CUDA_ERROR_INVALID_VALUE */
@@ -154,7 +167,19 @@ static const struct {
     {"cuTensorMapEncodeTiled", TensorMapEncodeTiled},
 };
 
-CUresult cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags, void* status) {
+static CUresult Fail0(void) { return faults[0].result; }
+static CUresult Fail1(void) { return faults[1].result; }
+static void *const FAILING[] = {Fail0, Fail1};
+
+#ifdef RECORDING_OLD_DRIVER /* of CUDA 11 */
+#define cuGetProcAddress_v2 cuGetProcAddress
+#endif
+CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *status) {
+  for (unsigned i = 0; i < num_faults; i++)
+    if (!strcmp(faults[i].name, name)) {
+      *function = faults[i].result ? FAILING[i] : NULL;
+      return faults[i].result ? 0 : 500; /* CUDA_ERROR_NOT_FOUND */
+    }
   for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)
     if (!strcmp(TABLE[i].name, name) && strcmp(missing, name)) {
       *function = TABLE[i].function;

@@ -58,19 +58,23 @@ class Launch:
 
 
 class RecordingDriver:
-    """`manifests` maps an entry name to its manifest; `launches` grows with every launch."""
+    """`manifests` maps an entry name to its manifest; `launches` grows with every launch. `old`: a driver of CUDA 11."""
 
-    def __init__(self, folder: Path, manifests: dict):
+    def __init__(self, folder: Path, manifests: dict, old: bool = False):
         library = Path(folder) / "libcuda.so.1"
         source = Path(__file__).with_suffix(".c")
         compiler = os.environ.get("CC", "cc")
-        flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1"]
+        flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", *(["-DRECORDING_OLD_DRIVER"] if old else [])]
         subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
         self.library = ctypes.CDLL(str(library))
         self.manifests = manifests
         self.launches = []
         self._callback = Callback(self._on_launch)  # kept alive as long as the driver may call it
         self.library.recording_set_callback(self._callback)
+
+    def fail(self, call: str, result: int = 0) -> None:
+        """Before the first launch: this call always returns `result`, or the driver lacks it."""
+        self.library.recording_fail(call.encode(), result)
 
     def set_capability(self, value: int) -> None:
         """Of the pretended device, 10 * major + minor; the extension asks at each launch that works in host memory."""

@@ -129,6 +129,7 @@ def test_choice_on_a_gpu(monkeypatch):
     """
     device = torch.device("cuda", 0)
     monkeypatch.setattr(capability, "BUILT", {**capability.BUILT, ("merge_states", "aot"): None})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arch, dtypes, grad, expected in (
         ((9, 0), (torch.bfloat16, torch.bfloat16), False, "aot"),
         ((10, 3), (torch.float32, torch.float16), False, "aot"),

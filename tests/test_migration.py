@@ -18,7 +18,9 @@ TOPK = 3
 
 def problem(q_lens, page=128, seed=0):
     kv_lens = [300 + 150 * i for i in range(len(q_lens))]
-    return cases.make(q_lens, kv_lens, heads=(8, 2), page=page, dtype=torch.bfloat16, style="clean", topk=TOPK, seed=seed)
+    return cases.make(
+        q_lens, kv_lens, heads=(8, 2), page=page, dtype=torch.bfloat16, style="clean", topk=TOPK, seed=seed
+    )
 
 
 def attention_wanted(case):

@@ -19,7 +19,9 @@ def check(notebook):
     assert len(pictures) == 2 and not [output for output in outputs if output.output_type == "error"]
     picked, distinct = re.search(r"pick (\d+) blocks, ([\d.]+) of them distinct", text).groups()
     assert 4 <= float(distinct) < int(picked)
-    assert len(re.findall(r"^ *[\d,]+ \| +[\d.]+ +[\d,]+ \| +[\d.]+ +[\d,]+$", text, re.MULTILINE)) == 3, "the table of part 4"
+    assert len(re.findall(r"^ *[\d,]+ \| +[\d.]+ +[\d,]+ \| +[\d.]+ +[\d,]+$", text, re.MULTILINE)) == 3, (
+        "the table of part 4"
+    )
 
 
 def test_committed_outputs_are_a_run_and_small():

@@ -7,6 +7,7 @@ operators.
 
 import contextlib
 import sys
+import warnings
 
 import torch
 
@@ -61,9 +62,9 @@ class Emulation:
             if key[1] == "aot":
                 package.ops.BUILT[key] = self.wrapped(function)
 
-    def wrapped(self, function):
+    def wrapped(self, function, schema=None):
         """The operator with its tensors given to the driver: only arguments that its schema marks are written."""
-        schema = function._schema
+        schema = schema or function._schema
         named = {a.name: a for a in schema.arguments}
 
         def call(*args, **options):
@@ -85,6 +86,32 @@ class Emulation:
                 self.reports += [r for result in driver.results[before:] for r in result.reports]
 
         return call
+
+    @contextlib.contextmanager
+    def dispatched(self, package):
+        """The operators themselves, called through torch's dispatcher by whoever has them, run here: for opcheck and
+        torch.compile, which don't look into the package's table."""
+        prefix = f"{package.ops.ops.name}::aot_"
+        names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)]
+        operators = {name: getattr(package.ops.ops, name).default for name in names}
+        before, library = dict(package.ops.BUILT), torch.library.Library(package.ops.ops.name, "IMPL")
+        for name, operator in operators.items():
+            kernel = torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator.name(), "CPU")
+
+            def run(keyset, *args, kernel=kernel, operator=operator, **options):
+                return self.wrapped(lambda *a, **o: kernel.call_boxed(keyset, *a, **o), operator._schema)(
+                    *args, **options
+                )
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that a kernel is replaced
+                library.impl(name, run, "CPU", with_keyset=True)
+        package.ops.BUILT.update({key: operators[f"aot_{key[0]}"] for key in before if key[1] == "aot"})
+        try:
+            yield operators
+        finally:
+            package.ops.BUILT.update(before)
+            library._destroy()
 
     @contextlib.contextmanager
     def policy(self, text):

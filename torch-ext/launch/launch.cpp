@@ -46,43 +46,6 @@ int cached(std::atomic<int>* cache, int device, Query query) {
   return value;
 }
 
-// Makes the device's context current while it lives. A thread that has made no CUDA runtime call has none.
-class CurrentContext {
- public:
-  explicit CurrentContext(int device) {
-    CUdevice current = -1;
-    const Driver& d = driver();
-    const CUresult result = d.CtxGetDevice(&current);
-    if (result == CUDA_SUCCESS && current == device) return;
-    if (result != CUDA_ERROR_INVALID_CONTEXT) check(result, "cuCtxGetDevice");
-    // Retained for the life of the process, as torch itself does.
-    static std::atomic<CUcontext> contexts[kMaxDevices];
-    CUcontext context = contexts[device].load(std::memory_order_acquire);
-    if (context == nullptr) {
-      check(d.DevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
-      contexts[device].store(context, std::memory_order_release);
-    }
-    check(d.CtxPushCurrent(context), "cuCtxPushCurrent");
-    pushed_ = true;
-  }
-  // Where another error is on its way, that one is reported.
-  ~CurrentContext() {
-    CUcontext context;
-    if (pushed_) driver().CtxPopCurrent(&context);
-  }
-  void restore() {
-    CUcontext context;
-    if (!pushed_) return;
-    pushed_ = false;
-    check(driver().CtxPopCurrent(&context), "cuCtxPopCurrent");
-  }
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-
- private:
-  bool pushed_ = false;
-};
-
 CUkernel prepare(const Image& image, int device, unsigned cluster) {
   Loaded& state = loaded[image.id];
   const std::uint64_t bit = std::uint64_t{1} << device;
@@ -127,6 +90,36 @@ CUstream current_stream(int device) {
 
 }  // namespace
 
+CurrentContext::CurrentContext(int device) {
+  CUdevice current = -1;
+  const Driver& d = driver();
+  const CUresult result = d.CtxGetDevice(&current);
+  if (result == CUDA_SUCCESS && current == ordinal(device)) return;
+  if (result != CUDA_ERROR_INVALID_CONTEXT) check(result, "cuCtxGetDevice");
+  // Retained for the life of the process, as torch itself does.
+  static std::atomic<CUcontext> contexts[kMaxDevices];
+  CUcontext context = contexts[ordinal(device)].load(std::memory_order_acquire);
+  if (context == nullptr) {
+    check(d.DevicePrimaryCtxRetain(&context, ordinal(device)), "cuDevicePrimaryCtxRetain");
+    contexts[ordinal(device)].store(context, std::memory_order_release);
+  }
+  check(d.CtxPushCurrent(context), "cuCtxPushCurrent");
+  pushed_ = true;
+}
+
+CurrentContext::~CurrentContext() {
+  CUcontext context;
+  if (pushed_) driver().CtxPopCurrent(&context);
+}
+
+void CurrentContext::restore() {
+  CUcontext context;
+  if (pushed_) {
+    pushed_ = false;
+    check(driver().CtxPopCurrent(&context), "cuCtxPopCurrent");
+  }
+}
+
 const Image& pick(const Image* program, std::size_t count, int device) {
   if (device < 0 && !driver().host_memory)
     throw std::runtime_error("m3_sparse: backend 'aot' expects CUDA tensors, got CPU tensors");
@@ -139,7 +132,8 @@ const Image& pick(const Image* program, std::size_t count, int device) {
         (i ? ", " : "") + std::to_string(program[i].capability / 10) + "." + std::to_string(program[i].capability % 10);
   }
   throw std::runtime_error("m3_sparse: backend 'aot' has this kernel for compute capabilities " + available +
-                           "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10));
+                           "; the device has " + std::to_string(wanted / 10) + "." + std::to_string(wanted % 10) +
+                           ": let torch compute, m3_sparse.backend(\"torch\")");
 }
 
 bool available(const Image* program, std::size_t count, int device) {
@@ -165,7 +159,7 @@ int multiprocessors(int device) {
 
 void run(const Image& embedded, Grid grid, int device, void** params, Options options) {
   const Image& image = jit::active() ? jit::supplied(embedded) : embedded;
-  CurrentContext context(ordinal(device));
+  CurrentContext context(device);
   CUkernel kernel = prepare(image, ordinal(device), options.cluster);
   CUlaunchConfig config{};
   config.gridDimX = grid.x;

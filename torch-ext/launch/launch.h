@@ -75,6 +75,21 @@ void run(const Image (&program)[N], Grid grid, int device, Params<Types...> para
   run(pick(program, N, device), grid, device, params.pointers().data(), options);
 }
 
+// Makes the device's context current while it lives; device -1 is host memory. A thread that has made no CUDA runtime
+// call has none, and both launches and tensor maps need one.
+class CurrentContext {
+ public:
+  explicit CurrentContext(int device);
+  ~CurrentContext();
+  // Ahead of the destructor, which can't report an error.
+  void restore();
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
 // Compute capability of the device, 10 * major + minor.
 int compute_capability(int device);
 

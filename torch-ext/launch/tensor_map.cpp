@@ -26,17 +26,19 @@ TensorMap tensor_map(const torch::stable::Tensor& where, const void* base, int e
   }
   const CUtensorMapDataType type =
       element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const int device = where.is_cpu() ? -1 : static_cast<int>(where.get_device_index());
+  CurrentContext context(device);
   TensorMap map{};
   check(driver().TensorMapEncodeTiled(&map, type, rank, const_cast<void*>(base), sizes, strides, widths, ones,
                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled");
+  context.restore();
   // Bit 21 of the second word must be 0 for a tensor below 128 KiB on Blackwell; drivers set it, and copies then fault
   // now and then. CUTLASS and Triton clear it too, and CuTe-DSL's host code never sets it there.
   constexpr cuuint64_t kSmall = 128 << 10;
   cuuint64_t span = sizes[0] * element_bytes;
   for (int dimension = 1; dimension < rank; ++dimension) span += (sizes[dimension] - 1) * strides[dimension - 1];
-  const int device = where.is_cpu() ? -1 : static_cast<int>(where.get_device_index());
   if (span < kSmall && compute_capability(device) >= 100) map.opaque[1] &= ~(cuuint64_t{1} << 21);
   return map;
 }

@@ -4,7 +4,10 @@
 where. Importing this package creates no CUDA context, prints nothing and imports nothing but torch.
 """
 
-from . import layers
+from . import (
+    _extension,  # noqa: F401  loads the compiled extension, before anything asks for an operator
+    layers,
+)
 from .attention import dense_attention, merge_states, sparse_attention
 from .cache import store_kv
 from .capability import backend, capabilities, explain

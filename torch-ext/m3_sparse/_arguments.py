@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from torch.autograd import forward_ad
 
+from ._autocast import without_autocast
 from ._contiguous import row_stride
 
 HEAD_DIM = 128
@@ -20,8 +22,25 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INDICES = (torch.int32, torch.int64)
 
 
+def has_tangent(*tensors: Optional[torch.Tensor]) -> bool:
+    """Whether forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) goes through one of them."""
+    if getattr(forward_ad, "_current_level", -1) < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
 def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    """Whether a derivative would be asked for, in either mode."""
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return grad or has_tangent(*tensors)
+
+
+def no_grad(name: str, x: Optional[torch.Tensor]) -> None:
+    """A tensor that is written into has no history to add to."""
+    if needs_grad(x):
+        raise ValueError(
+            f"{name} must not require grad (or be written under torch.no_grad()): no gradient would reach it"
+        )
 
 
 def describe(x: object) -> str:
@@ -230,4 +249,5 @@ def stacked(name: str, x: object) -> torch.Tensor:
             raise ValueError(
                 f"{name} must hold tensors of one shape, dtype and device, got {describe(x[0])} and {describe(item)}"
             )
-    return torch.stack(list(x))
+    with without_autocast(x[0].device):  # it refuses some dtypes
+        return torch.stack(list(x))

@@ -9,7 +9,7 @@ from . import _contiguous, _limits, checks
 from ._arguments import HEAD_DIM, needs_grad, stacked
 from ._ops import ops
 from .capability import choose
-from .ops import BUILT
+from .ops import BUILT, refuse_vmap, writing
 
 Tensors = Union[torch.Tensor, Sequence[torch.Tensor]]
 Result = Union[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]  # the latter with return_lse
@@ -20,7 +20,6 @@ class _TorchAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
@@ -53,16 +52,23 @@ class _TorchAttention(torch.autograd.Function):
             k_scale,
             v_scale,
         )
-        ctx.save_for_backward(
-            q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale
-        )
-        ctx.softmax_scale, ctx.causal = softmax_scale, causal
         return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.softmax_scale, ctx.causal, k_scale, v_scale = inputs
+        ctx.save_for_backward(*tensors, k_scale, v_scale)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return refuse_vmap(info, in_dims, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
         q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale = ctx.saved_tensors
-        grads = ops.torch_attention_backward(
+        # Dynamo can't trace a function inside a backward pass, and needs none: no torch.func is about there.
+        gradients = ops.torch_attention_backward if torch.compiler.is_compiling() else _TorchAttentionBackward.apply
+        grads = gradients(
             grad_out,
             grad_lse,
             q,
@@ -78,6 +84,26 @@ class _TorchAttention(torch.autograd.Function):
             v_scale,
         )
         return (*grads, None, None, None, None, None, None, None, None)
+
+
+class _TorchAttentionBackward(torch.autograd.Function):
+    """The gradients, as a function of their own: torch.func differentiates what runs inside a backward pass as well."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return ops.torch_attention_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        return refuse_vmap(info, in_dims, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("m3_sparse has no second derivatives of attention: expected create_graph=False")
 
 
 def _launch(
@@ -136,7 +162,8 @@ def _attend(
         k_scale, v_scale = _limits.packed(k_scale), _limits.packed(v_scale)
         if k_cache.shape[0] == 0:
             formulation = None  # no token at all: every formulation gives empty rows, and some take no empty cache
-        if formulation is not None and block_indices is not None:
+        # Compiled calls leave a refusal to the launch: a plan is a number of the host.
+        if formulation is not None and block_indices is not None and not torch.compiler.is_compiling():
             _limits.plan(q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k, causal, formulation)
     softmax_scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
     inputs = (
@@ -155,10 +182,12 @@ def _attend(
     if grad:
         out, lse = _TorchAttention.apply(*inputs)  # type: ignore[no-untyped-call]
     else:
+        given = (out, lse)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        writing(backend, given)
         # The operator's arguments behind the inputs: splits and overlap (of measurements), formulation.
         forced = () if formulation is None or backend == "torch" else (0, True, checks.FORMULATIONS[formulation])
         _launch(backend, out, lse, *inputs, *forced)

@@ -6,7 +6,7 @@ import torch
 
 from . import _limits, checks
 from .capability import choose
-from .ops import BUILT
+from .ops import BUILT, writing
 
 
 def store_kv(
@@ -46,4 +46,5 @@ def store_kv(
     if backend != "torch":
         slot_mapping = slot_mapping if slot_mapping.stride(0) == 1 else slot_mapping.contiguous()
         k_scale, v_scale = _limits.packed(k_scale), _limits.packed(v_scale)
+    writing(backend, (k_cache, v_cache, index_k_cache))
     BUILT["store_kv", backend](k, v, index_k, k_cache, v_cache, index_k_cache, slot_mapping, k_scale, v_scale)

@@ -19,8 +19,10 @@ from ._arguments import (
     describe,
     dtype_list,
     flag,
+    has_tangent,
     kv_caches,
     needs_grad,
+    no_grad,
     page_size,
     query,
     rows_apart,
@@ -129,9 +131,16 @@ def _attention(
     if out is not None:
         tensor("out", out, f"[T, Hq, {HEAD_DIM}] like q", tuple(q.shape), (q.dtype,), q)
         aligned("out", out)
+        no_grad("out", out)
     if lse is not None:
         tensor("lse", lse, "[T, Hq]", tuple(q.shape[:2]), (torch.float32,), q)
+        no_grad("lse", lse)
     if needs_grad(q, k_cache, v_cache):
+        if has_tangent(q, k_cache, v_cache):
+            raise NotImplementedError(
+                "forward-mode derivatives of attention (torch.func.jvp, torch.func.jacfwd, torch.autograd.forward_ad) are "
+                "not implemented: expected reverse mode (backward, torch.func.vjp)"
+            )
         if not paged:
             raise NotImplementedError(
                 "gradients of contiguous caches are not implemented: expected a block_table, or tensors without grad"

@@ -5,15 +5,30 @@ passes return gradients. Arguments were checked by the public functions. The ope
 by the C++ extension where the build has one.
 """
 
-from typing import Optional
+import functools
+from collections.abc import Iterable
+from typing import Any, Callable, Optional
 
 import torch
 
 from . import _backward, _jit, reference
+from ._autocast import without_autocast
 from ._ops import add_op_namespace_prefix, ops
 
 
+def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` outside autocast."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        with without_autocast(arguments[0].device):
+            return function(*arguments)
+
+    return run
+
+
 @torch.library.custom_op(add_op_namespace_prefix("torch_block_scores"), mutates_args=("scores",))
+@_exact
 def torch_block_scores(
     scores: torch.Tensor,
     index_q: torch.Tensor,
@@ -31,6 +46,7 @@ def _(*arguments: object) -> None:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("torch_select_blocks"), mutates_args=("out", "scores"))
+@_exact
 def torch_select_blocks(
     out: torch.Tensor,
     scores: Optional[torch.Tensor],
@@ -53,6 +69,7 @@ def _(*arguments: object) -> None:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("torch_sparse_attention"), mutates_args=("out", "lse"))
+@_exact
 def torch_sparse_attention(
     out: torch.Tensor,
     lse: Optional[torch.Tensor],
@@ -91,6 +108,7 @@ def _(*arguments: object) -> None:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("torch_dense_attention"), mutates_args=("out", "lse"))
+@_exact
 def torch_dense_attention(
     out: torch.Tensor,
     lse: Optional[torch.Tensor],
@@ -116,6 +134,7 @@ def _(*arguments: object) -> None:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("torch_attention_backward"), mutates_args=())
+@_exact
 def torch_attention_backward(
     grad_out: torch.Tensor,
     grad_lse: Optional[torch.Tensor],
@@ -191,6 +210,7 @@ def _(*arguments: object) -> None:
 
 
 @torch.library.custom_op(add_op_namespace_prefix("torch_merge_states"), mutates_args=("out", "lse"))
+@_exact
 def torch_merge_states(out: torch.Tensor, lse: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor) -> None:
     reference.merge_states(out, lse, outs, lses)
 
@@ -223,6 +243,11 @@ if hasattr(ops, "aot_merge_states"):
     def _(*arguments: object) -> tuple[int, int]:
         return 0, 0
 
+    # Its size is the launcher's to know.
+    @torch.library.register_fake(add_op_namespace_prefix("aot_union_lists"))
+    def _(q: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
+        return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+
     @torch.library.register_fake(add_op_namespace_prefix("aot_sparse_attention_kv_stationary"))
     def _(*arguments: object, **options: object) -> None:
         return None
@@ -244,3 +269,23 @@ BUILT = {
     if hasattr(ops, f"{backend}_{op}")
 }
 _jit_operators = _jit.register(BUILT)
+
+
+def writing(backend: str, tensors: Iterable[Optional[torch.Tensor]]) -> None:
+    """Tell autograd that an operator is about to write the caller's tensors: what a backward pass has saved of them is
+    not what it was. The torch backend's operators do this themselves.
+    """
+    if backend != "torch" and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        torch.autograd.graph.increment_version([x for x in tensors if x is not None and not x.is_inference()])
+
+
+def refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    raise NotImplementedError(
+        "m3_sparse has no batching rule for torch.vmap: its functions take the rows of all requests packed in one call "
+        "(cu_seqlens_q says whose they are)"
+    )
+
+
+_INNER = ("torch_attention_backward", "aot_attention_plan", "aot_union_lists", "aot_sparse_attention_kv_stationary")
+for _operator in (*BUILT.values(), *(getattr(ops, name).default for name in _INNER if hasattr(ops, name))):
+    torch.library.register_vmap(_operator, refuse_vmap)

@@ -6,7 +6,7 @@ import torch
 
 from . import _contiguous, _limits, checks
 from .capability import choose
-from .ops import BUILT
+from .ops import BUILT, writing
 
 
 def _reach(index_k_cache: torch.Tensor, block_table: Optional[torch.Tensor]) -> int:
@@ -134,6 +134,7 @@ def select_blocks(
     )
     outside = _limits.select_blocks(index_q, seqused_k, topk, index_k_cache)
     backend = choose("select_blocks", index_q.device, index_q.dtype, index_k_cache.dtype, outside_aot=outside)
+    writing(backend, (out,))
     if out is None:
         out = torch.empty((index_q.shape[0], index_q.shape[1], topk), dtype=torch.int32, device=index_q.device)
     scores = _scores_like(index_q, _reach(index_k_cache, block_table)) if return_scores else None
