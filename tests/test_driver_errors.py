@@ -13,10 +13,10 @@ check = LaunchChecks(__file__)
 IN_ORDER = (
     "cuInit",
     "cuDeviceGetAttribute",
-    "cuTensorMapEncodeTiled",
     "cuCtxGetDevice",
     "cuDevicePrimaryCtxRetain",
     "cuCtxPushCurrent",
+    "cuTensorMapEncodeTiled",
     "cuLibraryLoadData",
     "cuLibraryGetKernel",
     "cuKernelSetAttribute",
@@ -40,7 +40,7 @@ def every_failure_names_the_call(driver):
         message = error_of(attend, *arguments)
         assert driver.failures == 1, (name, driver.failures)  # no second try, nothing ignored
         assert f"m3_sparse: {name} failed with error 999: recorded error" in message, message
-        assert len(driver.launches) - launches == (name == "cuCtxPopCurrent"), name
+        assert len(driver.launches) == launches, name  # the context is given back after a tensor map first
     driver.break_functions()
     launches = len(driver.launches)
     attend(*arguments)
@@ -61,7 +61,7 @@ def a_function_that_is_missing_is_named(driver):
     for name in sorted(declared()):
         driver.hide_function(name)
         message = error_of(attend, *arguments)
-        assert f"the NVIDIA driver lacks {name}; CUDA 12.0 or newer is needed" in message, message
+        assert f"the NVIDIA driver lacks {name}: update it" in message, message
     driver.hide_function("")
     attend(*arguments)
 

@@ -355,7 +355,7 @@ def test_wrong_numbers_stay_inside(emulation):
 # By the start of a block's first instruction.
 OUT_OF_REACH = {
     "bra": "a jump for a warp that there is not",
-    "div.s64": "a division of numbers beyond 32 bits",
+    "...div.s64": "a division of numbers beyond 32 bits",
     "nanosleep": "what keeps the compiler from moving a wait (sm90/prefill.py)",
 }
 

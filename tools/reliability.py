@@ -76,8 +76,16 @@ def found(figures: dict) -> str:
 
 
 def text() -> str:
-    safety, property_runs, seeded = load("2026-11-30-memory-safety.json"), load("2026-11-30-property.json"), load("mutation.json")
-    graphs, unread, field = safety["graphs"], safety["unread bytes"], safety["field cases on NVIDIA H200, aot and torch"]
+    safety, property_runs, seeded = (
+        load("2026-11-30-memory-safety.json"),
+        load("2026-11-30-property.json"),
+        load("mutation.json"),
+    )
+    graphs, unread, field = (
+        safety["graphs"],
+        safety["unread bytes"],
+        safety["field cases on NVIDIA H200, aot and torch"],
+    )
     replayed = graphs["NVIDIA H200"]
     return f"""# Reliability, in figures
 

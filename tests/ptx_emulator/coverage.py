@@ -65,20 +65,23 @@ def missing(program, positive=(), reasons=()):
     """([(PTX line, text) of blocks that ran nowhere and have no reason], {reason: blocks}).
 
     positive: numbers of the parameters that the launcher never passes below 1. reasons: {start of a block's first
-    instruction: why it is out of reach}.
+    instruction, or of any of its instructions after "...": why it is out of reach}.
     """
     hits, left, excused = program.core.hits(), [], {}
     beyond = unreachable(program, program.successors, positive) if positive else ()
     for b, count in enumerate(hits):
         if count:
             continue
-        text = program.blocks[b][0].text
+        texts = [instruction.text for instruction in program.blocks[b]]
         reason = "a parameter below 1" if b in beyond else RETRY if program.retries_a_wait(b) else None
-        reason = reason or next((why for start, why in dict(reasons).items() if text.startswith(start)), None)
+        for start, why in dict(reasons).items():
+            where = texts if start.startswith("...") else texts[:1]
+            if reason is None and any(text.startswith(start.removeprefix("...")) for text in where):
+                reason = why
         if reason:
             excused[reason] = excused.get(reason, 0) + 1
         else:
-            left.append((program.lines[b], text))
+            left.append((program.lines[b], texts[0]))
     return left, excused
 
 

@@ -95,6 +95,9 @@ def register(built: dict[tuple[str, str], Any]) -> Optional[torch.library.Librar
     library = torch.library.Library(prefix.split("::")[0], "FRAGMENT")
     for op in [op for op, backend in built if backend == "aot"]:
         name = f"jit_{op}"
+        if hasattr(ops, name):  # by another copy of this build in the process
+            built[op, "jit"] = getattr(ops, name).default
+            continue
         library.define(str(built[op, "aot"]._schema).replace(f"{prefix}{op}", name, 1))
         for key in ("CUDA", "CPU"):
             library.impl(name, _runner(op, built), key)
