@@ -19,7 +19,7 @@ from .ops import BUILT, OPERATIONS
 
 BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
-MEASURED = "measured on H200, 2026-11-30"
+MEASURED = "measured on H200, 2026-12-01"
 EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md says what that proves
 JIT = "compiled where it runs, by nvidia-cutlass-dsl; emulated, not yet run on hardware"
 
