@@ -9,6 +9,7 @@ from pathlib import Path
 import publish
 import pytest
 import readme_table
+import reliability
 import torch
 import yaml
 
@@ -82,3 +83,22 @@ def test_demo_runs(cpu_variant):
     out = run_example("examples/demo.py", "--tokens", "2048")
     assert "tokens agree: yes, 32 of 32" in out
     assert re.search(r"m3_sparse +[\d,]+ MiB  measured", out) and re.search(r"eager +384 MiB  computed", out)
+
+
+def test_the_table_of_reliability_is_of_the_figures():
+    assert reliability.DOCUMENT.read_text() == reliability.text(), "run python tools/reliability.py"
+
+
+def test_links_lead_somewhere():
+    """Relative links of the documents, with their anchors."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            there = (path.parent / file).resolve() if file else path
+            assert there.exists(), f"{path.name}: {target}"
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+                slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert anchor in slugs, f"{path.name}: {target}"

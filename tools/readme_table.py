@@ -1,14 +1,15 @@
-"""Write the tables of capabilities and of determinism into README.md and CARD.md, between their markers.
+"""Write the tables of capabilities, determinism and accuracy into README.md and CARD.md, between their markers.
 
     python tools/readme_table.py [--check]
 
 The first comes from the package's own data, so the documents can't claim what the code refuses; the second from
-determinism_table.py, whose cells are tested. --check changes nothing
-and exits with 1 when a file is stale.
+determinism_table.py, whose cells are tested; the third from what the property tests saw (docs/measurements). --check
+changes nothing and exits with 1 when a file is stale.
 """
 
 import argparse
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -45,6 +46,35 @@ def load_variant(folder: Path):
     return module
 
 
+def accuracy() -> str:
+    """The largest share of the stated error bound that the property tests saw, by operation and dtypes."""
+    runs = json.loads((ROOT / "docs" / "measurements" / "2026-11-30-property.json").read_text())["runs"]
+    places = {"aot on a GPU": "aot, H200", "torch": "torch, CPU"}
+    seen: dict[tuple[str, str], dict[str, float]] = {}
+    examples: dict[tuple[str, str], int] = {}
+    for run in runs:
+        if (place := places.get(run["backend"])) is None:
+            continue
+        examples[run["op"], place] = run["examples"]
+        for what, share in run["largest"].items():
+            result, detail = what.split(", ")
+            # "decode bfloat16+float8_e4m3fn" is a formulation and dtypes; a score has dtypes alone.
+            label = detail.replace("bfloat16", "bf16").replace("float16", "fp16").replace("float32", "fp32")
+            label = label.replace("float8_e4m3fn", "e4m3").replace("float8_e5m2", "e5m2").split(" ")[-1]
+            at = seen.setdefault((run["op"], f"{result}, {label}"), {})
+            at[place] = max(share, at.get(place, 0.0))
+    lines = ["| operation | result | " + " | ".join(places.values()) + " |", "| --- | --- | --- | --- |"]
+    for op in sorted({op for op, _ in examples}):
+        count = [f"{examples[op, place]:,} examples" if (op, place) in examples else "-" for place in places.values()]
+        lines.append(f"| {op} | {'the exact bytes' if op == 'store_kv' else ''} | " + " | ".join(count) + " |")
+        for (name, result), shares in sorted(seen.items()):
+            if name == op and len(shares) == len(places) and not result.startswith("lse"):
+                lines.append(
+                    f"| | {result} | " + " | ".join(f"{shares[place]:.2f}" for place in places.values()) + " |"
+                )
+    return "\n".join(lines)
+
+
 def stale_documents(table: str) -> dict[Path, str]:
     """The documents whose table differs, with the text that they should have."""
     found = {}
@@ -52,6 +82,7 @@ def stale_documents(table: str) -> dict[Path, str]:
         path = ROOT / name
         text = path.read_text()
         wanted = with_table(text, table)
+        wanted = with_table(wanted, accuracy(), "accuracy")
         if name == "README.md":
             wanted = with_table(wanted, determinism_table.markdown(), "determinism")
         if wanted != text:

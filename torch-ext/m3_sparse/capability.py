@@ -21,7 +21,10 @@ BACKENDS = ("torch", "aot", "jit")
 TESTED = "tested on CPU"
 MEASURED = "measured on H200, 2026-12-01"
 EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md says what that proves
-JIT = "compiled where it runs, by nvidia-cutlass-dsl; emulated, not yet run on hardware"
+JIT = "compiled by nvidia-cutlass-dsl where it runs"
+JIT_MEASURED = f"{JIT}; bits of aot on H200, 2026-12-01"
+JIT_EMULATED = f"{JIT}; bits of aot in the emulator"
+JIT_UNTRIED = f"{JIT}; not yet run"
 
 
 # Where an error sends its reader.
@@ -93,6 +96,13 @@ _AOT = {
 }
 _ARCHITECTURES = {"sm_90": MEASURED, "sm_100": EMULATED, "sm_103": EMULATED}
 
+
+def _jit_status(op: str, arch: str) -> str:
+    if arch != "sm_90":
+        return JIT_UNTRIED
+    return JIT_EMULATED if op == "dense_attention" else JIT_MEASURED
+
+
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
     + [
@@ -100,7 +110,11 @@ TABLE = CapabilityTable(
         for op, pairs in _AOT.items()
         for arch, status in _ARCHITECTURES.items()
     ]
-    + [Capability(op, "jit", arch, pairs, JIT) for op, pairs in _AOT.items() for arch in _ARCHITECTURES]
+    + [
+        Capability(op, "jit", arch, pairs, _jit_status(op, arch))
+        for op, pairs in _AOT.items()
+        for arch in _ARCHITECTURES
+    ]
 )
 
 _NAMES = {
