@@ -197,6 +197,7 @@ def fork(ranks, function, *arguments):
                 import traceback
 
                 traceback.print_exc()
+            sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
         children.append(child)
