@@ -26,13 +26,13 @@ static unsigned last_cluster, last_overlap; /* of the last launch: CTAs of a clu
 static int last_carveout;                   /* and percent of shared memory, or -1 */
 
 static struct {
-  const char *name;
+  const char* name;
   int result;
 } faults[2];
 static unsigned num_faults;
 
 /* Before the extension's first launch: a call that always fails, or with result 0 one that this driver lacks. */
-void recording_fail(const char *name, int result) {
+void recording_fail(const char* name, int result) {
   if (num_faults == sizeof faults / sizeof *faults) abort();
   faults[num_faults].name = strdup(name);
   faults[num_faults++].result = result;
@@ -169,12 +169,12 @@ static const struct {
 
 static CUresult Fail0(void) { return faults[0].result; }
 static CUresult Fail1(void) { return faults[1].result; }
-static void *const FAILING[] = {Fail0, Fail1};
+static void* const FAILING[] = {Fail0, Fail1};
 
 #ifdef RECORDING_OLD_DRIVER /* of CUDA 11 */
 #define cuGetProcAddress_v2 cuGetProcAddress
 #endif
-CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *status) {
+CUresult cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags, void* status) {
   for (unsigned i = 0; i < num_faults; i++)
     if (!strcmp(faults[i].name, name)) {
       *function = faults[i].result ? FAILING[i] : NULL;

@@ -53,12 +53,6 @@ def test_card_needs_a_literal_list_of_names(tmp_path):
         publish.public_names(tmp_path / "m.py")
 
 
-def test_links_in_the_documents_lead_somewhere():
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
-
-
 def test_quickstart_runs(cpu_variant):
     out = run_example("examples/quickstart.py")
     assert "blocks: [0, 1]" in out or "blocks: [1, 0]" in out
@@ -89,16 +83,58 @@ def test_the_table_of_reliability_is_of_the_figures():
     assert reliability.DOCUMENT.read_text() == reliability.text(), "run python tools/reliability.py"
 
 
+def written(path):
+    """A document without its code blocks, whose brackets are no links."""
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CARD.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
 def test_links_lead_somewhere():
     """Relative links of the documents, with their anchors."""
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)):
+    found = 0
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", written(path)):
             if re.match(r"[a-z]+:", target):
                 continue
+            found += 1
             file, _, anchor = target.partition("#")
             there = (path.parent / file).resolve() if file else path
             assert there.exists(), f"{path.name}: {target}"
             if anchor:
-                titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+                titles = re.findall(r"^#+ (.*)$", written(there), re.MULTILINE)
                 slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
                 assert anchor in slugs, f"{path.name}: {target}"
+    assert found > 50
+
+
+def test_links_of_the_card_are_published_with_it():
+    """The Hub's page stands alone, but for the plots that publish.py puts beside it."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", written(ROOT / "CARD.md")):
+        assert re.match(r"https?:|docs/figures/\w+\.svg$", target), target
+
+
+def test_every_page_is_in_the_index():
+    docs = ROOT / "docs"
+    listed = re.findall(r"^- \[.*?\]\((.*?)\): ", (docs / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(
+        [*(path.name for path in docs.glob("*.md") if path.stem != "README"), "measurements"]
+    )
+
+
+def test_commands_in_the_documents_exist():
+    """Targets of make, and files that python is to run."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    found = set()
+    for path in DOCUMENTS:
+        text = path.read_text()
+        named = re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE)
+        assert set(named) <= targets, f"{path.name}: make {set(named) - targets}"
+        files = re.findall(
+            r"(?:^|[` ])python ((?:tools|tests|benchmarks|examples|kernel-src)/[\w/.-]+\.py)", text, re.MULTILINE
+        )
+        for file in files:
+            assert (ROOT / file).exists(), f"{path.name}: python {file}"
+        found |= {*named, *files}
+    assert {"demo", "test", "build", "benchmarks/run.py"} <= found

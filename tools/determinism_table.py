@@ -1,5 +1,5 @@
-"""What changes a result's bits and what doesn't, as data: the README's table and the tests (tests/determinism_checks.py)
-come from here.
+"""What changes a result's bits and what doesn't, as data: the table of docs/determinism.md and the tests
+(tests/determinism_checks.py) come from here.
 
 A cell says what is promised when the column's change leaves a row's own inputs as they are: BITWISE, the same bits; WITHIN,
 another rounding of the same sums, inside the bound of tests/property_bounds.py; NONE, there is nothing to change.

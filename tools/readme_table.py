@@ -1,10 +1,10 @@
-"""Write the tables of capabilities, determinism and accuracy into README.md and CARD.md, between their markers.
+"""Write the tables of capabilities and accuracy into README.md and CARD.md, that of determinism into docs/determinism.md.
 
     python tools/readme_table.py [--check]
 
-The first comes from the package's own data, so the documents can't claim what the code refuses; the second from
-determinism_table.py, whose cells are tested; the third from what the property tests saw (docs/measurements). --check
-changes nothing and exits with 1 when a file is stale.
+Each stands between its markers. The first comes from the package's own data, so the documents can't claim what the code
+refuses; the second from what the property tests saw (docs/measurements); the third from determinism_table.py, whose
+cells are tested. --check changes nothing and exits with 1 when a file is stale.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def accuracy() -> str:
         for (name, result), shares in sorted(seen.items()):
             if name == op and len(shares) == len(places) and not result.startswith("lse"):
                 lines.append(
-                    f"| | {result} | " + " | ".join(f"{shares[place]:.2f}" for place in places.values()) + " |"
+                    f"| | {result} | " + " | ".join(f"{shares[place]:.3f}" for place in places.values()) + " |"
                 )
     return "\n".join(lines)
 
@@ -78,13 +78,13 @@ def accuracy() -> str:
 def stale_documents(table: str) -> dict[Path, str]:
     """The documents whose table differs, with the text that they should have."""
     found = {}
-    for name in DOCUMENTS:
+    tables = {"capabilities": table, "accuracy": accuracy()}
+    places = dict.fromkeys(DOCUMENTS, tables) | {"docs/determinism.md": {"determinism": determinism_table.markdown()}}
+    for name, contents in places.items():
         path = ROOT / name
-        text = path.read_text()
-        wanted = with_table(text, table)
-        wanted = with_table(wanted, accuracy(), "accuracy")
-        if name == "README.md":
-            wanted = with_table(wanted, determinism_table.markdown(), "determinism")
+        wanted = text = path.read_text()
+        for marker, content in contents.items():
+            wanted = with_table(wanted, content, marker)
         if wanted != text:
             found[path] = wanted
     return found
