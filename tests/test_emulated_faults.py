@@ -211,26 +211,27 @@ def prefill_score(q, kv, way, topk):
     ]  # fmt: skip
 
 
+bind = functools.partial  # problems are built when a test asks for them
 PROGRAMS = {
-    "decode_bf16_s2": attend(2, BF16), "decode_e4m3_s4": attend(4, E4M3), "decode_bf16_s16": attend(16, BF16),
-    "decode_score_bf16_bf16_n32": select(40, BF16), "decode_score_bf16_e4m3_n32": select(40, E4M3),
-    "topk_narrow": select(250, BF16, (8, 16, 32)),
+    "decode_bf16_s2": bind(attend, 2, BF16), "decode_e4m3_s4": bind(attend, 4, E4M3), "decode_bf16_s16": bind(attend, 16, BF16),
+    "decode_score_bf16_bf16_n32": bind(select, 40, BF16), "decode_score_bf16_e4m3_n32": bind(select, 40, E4M3),
+    "topk_narrow": bind(select, 250, BF16, (8, 16, 32)),
 }  # fmt: skip
 LARGE = {
-    "invert_count": listed(1, None), "invert_scan": listed(1, None), "invert_scatter": listed(1, None),
-    "union_lists": listed(16, UNION), "union_choice": listed(16, BY_REQUEST),
-    "prefill_bf16_bf16_r16": prefill([45, 5], [300, 200], (16, 1), BF16, False),
-    "prefill_bf16_e4m3_r8": prefill([70, 5], [300, 200], (8, 1), E4M3, False),
-    "prefill_union_bf16": prefill([11, 5], [900, 200], (16, 1), BF16, True),
-    "prefill_union_e4m3": prefill([11, 5], [900, 200], (16, 1), E4M3, True),
-    "dense_bf16_m64": dense([2, 1], [700, 200]), "dense_bf16_m128": dense([20, 5], [700, 200]),
-    "prefill_score_bf16_bf16_scores": prefill_score(BF16, BF16, STORED, 2),
-    "prefill_score_bf16_e4m3_top16": prefill_score(BF16, E4M3, FUSED, 2),
-    "prefill_score_e4m3_e4m3_top16": prefill_score(E4M3, E4M3, FUSED, 2),
+    "invert_count": bind(listed, 1, None), "invert_scan": bind(listed, 1, None), "invert_scatter": bind(listed, 1, None),
+    "union_lists": bind(listed, 16, UNION), "union_choice": bind(listed, 16, BY_REQUEST),
+    "prefill_bf16_bf16_r16": bind(prefill, [45, 5], [300, 200], (16, 1), BF16, False),
+    "prefill_bf16_e4m3_r8": bind(prefill, [70, 5], [300, 200], (8, 1), E4M3, False),
+    "prefill_union_bf16": bind(prefill, [11, 5], [900, 200], (16, 1), BF16, True),
+    "prefill_union_e4m3": bind(prefill, [11, 5], [900, 200], (16, 1), E4M3, True),
+    "dense_bf16_m64": bind(dense, [2, 1], [700, 200]), "dense_bf16_m128": bind(dense, [20, 5], [700, 200]),
+    "prefill_score_bf16_bf16_scores": bind(prefill_score, BF16, BF16, STORED, 2),
+    "prefill_score_bf16_e4m3_top16": bind(prefill_score, BF16, E4M3, FUSED, 2),
+    "prefill_score_e4m3_e4m3_top16": bind(prefill_score, E4M3, E4M3, FUSED, 2),
 }  # fmt: skip
 BLACKWELL = {  # all tiles in one CTA
-    "prefill_bf16_e4m3_r16": prefill([14, 5, 9], [500, 77, 300], (16, 1), E4M3, False),
-    "prefill_union_e4m3": prefill([14, 5, 9], [500, 77, 300], (16, 1), E4M3, True),
+    "prefill_bf16_e4m3_r16": bind(prefill, [14, 5, 9], [500, 77, 300], (16, 1), E4M3, False),
+    "prefill_union_e4m3": bind(prefill, [14, 5, 9], [500, 77, 300], (16, 1), E4M3, True),
 }  # fmt: skip
 # CTAs of those that take any number: few, so that each has several tiles and its rings come round.
 PERSISTENT = {name: 2 if "score" in name else 1 for name in LARGE if name.startswith("prefill")}
@@ -241,7 +242,7 @@ def same(got, want):
 
 
 def problems_of(name, arch="sm90a"):
-    found = (BLACKWELL if arch == "sm100a" else {**PROGRAMS, **LARGE})[name]
+    found = (BLACKWELL if arch == "sm100a" else {**PROGRAMS, **LARGE})[name]()
     return found if isinstance(found, list) else [found]
 
 
