@@ -31,6 +31,7 @@ from project import load_project
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300  # a mutant that hangs is noticed
 KILLED, SURVIVED, BROKEN = "noticed", "survived", "no verdict"
+NO_TESTS = 5  # pytest's exit status
 
 
 def edited(text: str, mutant) -> str:
@@ -198,8 +199,8 @@ def recorded(since: float) -> dict:
     return found
 
 
-def kernel_faults(programs: str, keep) -> bool:
-    """Whether each fault of the chosen programs (an expression of pytest's -k) is noticed or declared harmless."""
+def kernel_faults(programs: str, keep) -> int:
+    """pytest's exit status: 0 if each fault of the chosen programs (an expression of -k) is noticed or declared harmless."""
     start = time.time()
     variant = build.build_cuda(load_project(), ROOT / "build")
     command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "test_emulated_faults.py"), "--faults"]
@@ -217,7 +218,7 @@ def kernel_faults(programs: str, keep) -> bool:
         keep(name, found)
         counts = f"{found['noticed']} of {found['faults']} noticed, {len(found['harmless'])} harmless"
         print(f"{name}: {counts}", flush=True)
-    return code in (0, 5)  # 5: no program of that name
+    return code
 
 
 # ---- The table ----
@@ -306,7 +307,8 @@ def main() -> int:
     os.chdir(ROOT)
     results = run(chosen, write if options.write else lambda row: None) if chosen else []
     noticed = sum(row["verdict"] == KILLED for row in results)
-    print(f"{noticed} of {len(results)} faults noticed", flush=True)
+    if results:
+        print(f"{noticed} of {len(results)} faults noticed", flush=True)
     if options.smoke or options.python:
         return 0 if noticed == len(results) else 1
     programs = "test" if options.only is None else options.only if options.only.isidentifier() else ""
@@ -314,8 +316,10 @@ def main() -> int:
         programs = " or ".join(
             name.split(" on ")[0] for name, found in written()["kernels"].items() if not settled(found)
         )
-    held = not programs or kernel_faults(programs, write_kernel if options.write else lambda *found: None)
-    return 0 if noticed == len(results) and held else 1
+    code = kernel_faults(programs, write_kernel if options.write else lambda *found: None) if programs else NO_TESTS
+    if code == NO_TESTS and not results:
+        raise SystemExit("there is no such fault or program" if options.only else "nothing is missing")
+    return 0 if noticed == len(results) and code in (0, NO_TESTS) else 1
 
 
 if __name__ == "__main__":
