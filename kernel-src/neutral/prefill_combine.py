@@ -19,19 +19,18 @@ Limits
     K <= 32; byte strides of `out` multiples of 16.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import partials as form
 from shared import ptx, smem, softmax
-from shared.program import Program
+from shared.program import Kernel, Program
 
 BATCH = 16  # slots whose loads are under way together
 
 
-class PrefillCombine:
+class PrefillCombine(Kernel):
     """One variant: dtype of partials and output, rows of a partial, whether for K > 16."""
 
     def __init__(self, dtype, rows, wide):
@@ -173,57 +172,10 @@ class PrefillCombine:
                 for c, x in enumerate(form.unpack(word)):
                     acc[2 * k + c] = ptx.fma(x, weight, acc[2 * k + c])
 
-    @cute.jit
-    def entry(
-        self,
-        partials: Int64,
-        sums: Int64,
-        state: Int64,
-        out: Int64,
-        lse: Int64,
-        v_scale: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        v_scale_head: Int64,
-        first_token: Int32,
-        tokens: Int32,
-        first_head: Int32,
-        chunk_heads: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        width: Int32,
-        selective: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            partials,
-            sums,
-            state,
-            out,
-            lse,
-            v_scale,
-            out_token,
-            out_head,
-            lse_token,
-            lse_head,
-            v_scale_head,
-            first_token,
-            tokens,
-            first_head,
-            chunk_heads,
-            kv_heads,
-            group,
-            width,
-            selective,
-        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.dynamic_smem, stream=stream)
-
 
 def programs():
-    example = [Int64(16)] * 11 + [Int32(1)] * 8
     return [
-        Program(f"prefill_combine_{dtype}_r{rows}{'_wide' if wide else ''}", PrefillCombine(dtype, rows, wide), example)
+        Program(f"prefill_combine_{dtype}_r{rows}{'_wide' if wide else ''}", PrefillCombine(dtype, rows, wide))
         for dtype in ("bf16", "f16")
         for rows in (16, 8)
         for wide in (False, True)

@@ -34,13 +34,12 @@ Limits
     K <= 32; blocks < 2^16; T * H * K < 2^31. Ids, pages, lengths and offsets may hold anything.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import ptx, smem
-from shared.program import Program
+from shared.program import Kernel, Program
 
 TOKENS = 8  # a tile
 WARPS = 8
@@ -67,9 +66,10 @@ def find_request(cu_seqlens: Int64, slot: Int32, requests: Int32, lane: Int32):
     return low
 
 
-class UnionLists:
+class UnionLists(Kernel):
     """The lists of all tiles."""
 
+    threads = 32 * WARPS
     dynamic_smem = WARPS * WARP_BYTES
 
     @cute.kernel
@@ -223,69 +223,11 @@ class UnionLists:
                     position = position + present
         return total
 
-    @cute.jit
-    def entry(
-        self,
-        ids: Int64,
-        page_table: Int64,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        tiles: Int64,
-        counts: Int64,
-        words: Int64,
-        pages_out: Int64,
-        ids_token: Int64,
-        ids_head: Int64,
-        ids_slot: Int64,
-        page_table_row: Int64,
-        tokens: Int32,
-        requests: Int32,
-        width: Int32,
-        page_width: Int32,
-        pages: Int32,
-        page_bits: Int32,
-        reach: Int32,
-        causal: Int32,
-        slots: Int32,
-        capacity: Int32,
-        by_entry: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            ids,
-            page_table,
-            cu_seqlens,
-            seqused,
-            tiles,
-            counts,
-            words,
-            pages_out,
-            ids_token,
-            ids_head,
-            ids_slot,
-            page_table_row,
-            tokens,
-            requests,
-            width,
-            page_width,
-            pages,
-            page_bits,
-            reach,
-            causal,
-            slots,
-            capacity,
-            by_entry,
-        ).launch(
-            grid=[cute.ceil_div(slots, WARPS), 1, 1],
-            block=[32 * WARPS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-        )
 
-
-class UnionChoice:
+class UnionChoice(Kernel):
     """The formulation of each request, a CTA a request."""
 
+    threads = CHOICE_THREADS
     dynamic_smem = 256
 
     @cute.kernel
@@ -331,27 +273,6 @@ class UnionChoice:
                 dense = Float32(distinct) * Float32(4.0) >= threshold * Float32(pairs)
                 ptx.store_words(choice + Int64(request) * 4, [Int32(dense & (pairs > 0))])
 
-    @cute.jit
-    def entry(
-        self,
-        cu_seqlens: Int64,
-        counts: Int64,
-        choice: Int64,
-        requests: Int32,
-        slots: Int32,
-        heads: Int32,
-        threshold: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(cu_seqlens, counts, choice, requests, slots, heads, threshold).launch(
-            grid=[requests, 1, 1], block=[CHOICE_THREADS, 1, 1], smem=self.dynamic_smem, stream=stream
-        )
-
 
 def programs():
-    lists = [Int64(16)] * 12 + [Int32(1)] * 11
-    choice = [Int64(16)] * 3 + [Int32(1)] * 3 + [Float32(1.0)]
-    return [
-        Program("union_lists", UnionLists(), lists),
-        Program("union_choice", UnionChoice(), choice),
-    ]
+    return [Program("union_lists", UnionLists()), Program("union_choice", UnionChoice())]

@@ -4,12 +4,12 @@ Part 2 cta is the list of the tile that a CTA's range ends in, if it began befor
 begins. A part is written only for a tile that this CTA does not score whole.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from shared import ptx, query_tiles, ranking
+from shared.program import Kernel
 
 # A CTA's least share of a topk variant: a tile cut into many parts costs more to fold than to score.
 LEAST_UNITS = 4
@@ -20,15 +20,16 @@ def part_address(parts, part, rows, length, row):
     return parts + Int64(part) * (rows * length * 8) + Int64(row) * 16
 
 
-class PrefillFold:
+class PrefillFold(Kernel):
     """The tiles that were cut: the lists of their parts, in the order of blocks, into one selection. CTA (c, y) has the
     rows 128 y ... of the tile that begins in the range of CTA c and ends in another's."""
+
+    threads = 128
 
     def __init__(self, length, tiles):
         self.length = length
         self.rows = 128 * tiles
         self.row_bits = 6 + tiles
-        self.dynamic_smem = 0
 
     def load_part(self, parts, part, row, keys, ids):
         place = part_address(parts, part, self.rows, self.length, row)
@@ -111,41 +112,3 @@ class PrefillFold:
             ranking.write_selection(
                 place, out_slot_stride, vectors, ids, self.length, n, topk, local_blocks, init_blocks
             )
-
-    @cute.jit
-    def entry(
-        self,
-        out: Int64,
-        parts: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        out_slot_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        head_shift: Int32,
-        reach: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-        vectors: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            out,
-            parts,
-            cu_seqlens_q,
-            seqused_k,
-            out_token_stride,
-            out_head_stride,
-            out_slot_stride,
-            num_tokens,
-            num_requests,
-            head_shift,
-            reach,
-            topk,
-            local_blocks,
-            init_blocks,
-            vectors,
-        ).launch(grid=[num_requests, self.rows // 128, 1], block=[128, 1, 1], smem=0, stream=stream)

@@ -39,8 +39,6 @@ class ScoreLoaders:
         self.mma_type = MMA_TYPES[DTYPES[query, key]]
         self.widen = key == "e4m3" and query != "e4m3"
         self.normalise = self.widen and query == "bf16"
-        self.query_type = MMA_TYPES[query]
-        self.key_type = MMA_TYPES[key]
         self.rows = 128 * self.tiles
         self.row_bits = 6 + self.tiles
         self.least_units = least_units  # of a CTA's range

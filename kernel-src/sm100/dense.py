@@ -54,8 +54,7 @@ from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
 
 from shared import blackwell, hopper, ptx, smem, tma
 from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile, logit_scale
-from shared.entries import DenseEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.softmax import LN_2
 
 DIM, ROWS = 128, 128  # of a stage
@@ -112,15 +111,14 @@ class Lengths:
         return self.output
 
 
-class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
+class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
     """One variant: dtype and stages of 128 rows."""
 
-    threads = 512
-
+    threads, ctas_per_sm = 512, 1
     epilogue_threads = ROWS
 
     def __init__(self, dtype, stages):
-        self.kind, self.stages, self.element = dtype, stages, DTYPES[dtype]
+        self.kind, self.stages = dtype, stages
         self.ring = 7 - stages
         self.key_at = stages * SLAB
         self.sums_at = self.key_at + self.ring * SLAB
@@ -545,8 +543,4 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
 
 
 def programs():
-    return [
-        Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages), DenseEntry.example)
-        for dtype in DTYPES
-        for stages in (1, 2)
-    ]
+    return [Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages)) for dtype in DTYPES for stages in (1, 2)]

@@ -53,8 +53,7 @@ from cutlass import Float32, Int32, Int64
 from shared import blackwell, hopper, ptx, smem, softmax, tma
 from shared.partials import UNIT_BYTES, Partials
 from shared.prefill_loader import END, HALF, KV_STAGES, LAST, META_BYTES, NEW, TILE_BYTES, TileLoader, step_of
-from shared.entries import PrefillEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 
 MULTIPLIER, FIRST_WIDENER, GATHERER, FIRST_COMBINER, FIRST_CONSUMER = 1, 2, 3, 4, 8  # warps
 WIDENERS = 2  # warps
@@ -66,11 +65,10 @@ PIECE = 32  # columns of a row whose exponentials are made together
 POLYNOMIAL = 1  # of 8 pairs
 
 
-class Prefill(PrefillEntry, TileLoader):
+class Prefill(Kernel, TileLoader):
     """One variant: dtype of q (and of the products) and of KV, rows a token."""
 
-    threads = 512
-
+    threads, ctas_per_sm = 512, 1
     wideners = WIDENERS * 32
     turns = 2
 
@@ -479,8 +477,4 @@ class Prefill(PrefillEntry, TileLoader):
 
 def programs():
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
-    return [
-        Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), PrefillEntry.example)
-        for q, kv in pairs
-        for rows in (16, 8)
-    ]
+    return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows)) for q, kv in pairs for rows in (16, 8)]

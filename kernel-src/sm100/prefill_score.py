@@ -39,8 +39,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import blackwell, fit_fp16, hopper, ptx, query_tiles, ranking, select, smem, tma
-from shared.entries import ScoreEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.score_fold import LEAST_UNITS, PrefillFold, part_address
 from shared.score_loaders import BLOCK, DTYPES, RECORD_BYTES, WIDENERS, ScoreLoaders
 
@@ -54,8 +53,10 @@ ROWS = 128  # lanes of tensor memory
 LOADED = 32  # columns of S in registers at a time
 
 
-class PrefillScore(ScoreEntry, ScoreLoaders):
+class PrefillScore(Kernel, ScoreLoaders):
     """One variant of the kernel."""
+
+    ctas_per_sm = 1
 
     def __init__(self, query, key, variant):
         length, tiles = VARIANTS[variant]
@@ -415,11 +416,8 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
 
 def programs():
     scoring = [
-        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant), ScoreEntry.example)
+        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant))
         for query, key in DTYPES
         for variant in VARIANTS
     ]
-    fold = [Int64(16)] * 7 + [Int32(1)] * 8
-    return scoring + [
-        Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name]), fold) for name in ("top16", "top32")
-    ]
+    return scoring + [Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name])) for name in ("top16", "top32")]

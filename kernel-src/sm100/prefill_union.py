@@ -36,8 +36,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import blackwell, hopper, ptx, smem, softmax, tma
-from shared.entries import UnionEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.union_tiles import (
     BLOCK,
     EDGE_BITS,
@@ -62,8 +61,10 @@ POLYNOMIAL = 2  # of 8 pairs
 GROWTH = 8.0  # log2 of what a p may reach before its row's reference moves
 
 
-class PrefillUnion(UnionEntry, UnionLoaders):
+class PrefillUnion(Kernel, UnionLoaders):
     """One variant: KV dtype."""
+
+    ctas_per_sm = 1
 
     def __init__(self, kv_dtype):
         super().__init__(kv_dtype)
@@ -425,7 +426,4 @@ class PrefillUnion(UnionEntry, UnionLoaders):
 
 
 def programs():
-    return [
-        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), UnionEntry.example)
-        for dtype in ("bf16", "f16", "e4m3", "e5m2")
-    ]
+    return [Program(f"prefill_union_{dtype}", PrefillUnion(dtype)) for dtype in ("bf16", "f16", "e4m3", "e5m2")]

@@ -64,8 +64,7 @@ from shared.dense_tile import (
     row_of,
     transpose_quad,
 )
-from shared.entries import DenseEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 
 DIM, STAGES = 128, 2
 NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
@@ -73,12 +72,14 @@ DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 CONSUMER_REGISTERS = {1: (256, 56), 2: (240, 24)}  # by warpgroups of consumers: theirs and the loader's
 
 
-class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
+class Dense(Kernel, DenseTiles, FlashAttentionForwardSm90):
     """One variant: dtype and rows of a tile."""
+
+    ctas_per_sm = 1
 
     def __init__(self, dtype, rows):
         self.kind, self.dynamic_smem = dtype, rows * 256 + 2 * STAGES * SLAB + 96
-        self.rows, self.threads, self.element = rows, 128 + 2 * rows, DTYPES[dtype]
+        self.rows, self.threads = rows, 128 + 2 * rows
 
     def configure(self):
         """What the base class derives from its tensors; needs the compiler's context."""
@@ -367,8 +368,4 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
 
 
 def programs():
-    return [
-        Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows), DenseEntry.example)
-        for dtype in DTYPES
-        for rows in (64, 128)
-    ]
+    return [Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows)) for dtype in DTYPES for rows in (64, 128)]

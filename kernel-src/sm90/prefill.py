@@ -70,17 +70,16 @@ from shared.prefill_loader import (
     step_of,
 )
 from shared.prefill_units import COMBINED, DONE, PLACES, PROGRESS_BYTES, Units
-from shared.entries import PrefillEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 
 FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
 REGISTERS = (32, 80, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 
 
-class Prefill(PrefillEntry, Units):
+class Prefill(Kernel, Units):
     """One variant: dtype of q (and of the products) and of KV."""
 
-    threads = 512
+    threads, ctas_per_sm = 512, 1
 
     def __init__(self, q_dtype, kv_dtype, rows):
         self.combine = Partials(q_dtype, rows)
@@ -485,8 +484,4 @@ class Prefill(PrefillEntry, Units):
 
 def programs():
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
-    return [
-        Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), PrefillEntry.example)
-        for q, kv in pairs
-        for rows in (16, 8)
-    ]
+    return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows)) for q, kv in pairs for rows in (16, 8)]

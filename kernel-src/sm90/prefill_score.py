@@ -54,8 +54,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from shared import fit_fp16, hopper, mma, ptx, query_tiles, ranking, select, smem, tma
-from shared.entries import ScoreEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.score_fold import LEAST_UNITS, PrefillFold, part_address
 from shared.score_loaders import BLOCK, DIMS, DTYPES, RECORD_BYTES, WIDENERS, ScoreLoaders
 
@@ -89,10 +88,10 @@ class Consumer(NamedTuple):
     undo: cute.Tensor  # factor of the row's scores
 
 
-class PrefillScore(ScoreEntry, ScoreLoaders):
+class PrefillScore(Kernel, ScoreLoaders):
     """One variant of the kernel."""
 
-    threads = 384
+    threads, ctas_per_sm = 384, 1
 
     def __init__(self, query, key, variant):
         length, tiles = VARIANTS[variant]
@@ -513,11 +512,8 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
 
 def programs():
     scoring = [
-        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant), ScoreEntry.example)
+        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant))
         for query, key in DTYPES
         for variant in VARIANTS
     ]
-    fold = [Int64(16)] * 7 + [Int32(1)] * 8
-    return scoring + [
-        Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name]), fold) for name in ("top16", "top32")
-    ]
+    return scoring + [Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name])) for name in ("top16", "top32")]

@@ -51,8 +51,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import hopper, ptx, smem, softmax, tma
-from shared.entries import UnionEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.union_tiles import (
     COUNT_A,
     EDGE_BITS,
@@ -69,8 +68,10 @@ from shared.union_tiles import (
 from shared.union_loaders import GROUP, HALF, LOADER_WARPS, TILE, WIDENERS, UnionLoaders
 
 
-class PrefillUnion(UnionEntry, UnionLoaders):
+class PrefillUnion(Kernel, UnionLoaders):
     """One variant: KV dtype."""
+
+    ctas_per_sm = 1
 
     # ---- consumers: pieces of the main loop
 
@@ -414,7 +415,4 @@ class PrefillUnion(UnionEntry, UnionLoaders):
 
 
 def programs():
-    return [
-        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), UnionEntry.example)
-        for dtype in ("bf16", "f16", "e4m3", "e5m2")
-    ]
+    return [Program(f"prefill_union_{dtype}", PrefillUnion(dtype)) for dtype in ("bf16", "f16", "e4m3", "e5m2")]

@@ -19,39 +19,10 @@ class _TorchAttention(torch.autograd.Function):
     """Attention on the torch backend with gradients for q, k_cache and v_cache; dense if `block_indices` is None."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_indices: Optional[torch.Tensor],
-        block_table: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        seqused_k: torch.Tensor,
-        softmax_scale: float,
-        causal: bool,
-        k_scale: Optional[torch.Tensor],
-        v_scale: Optional[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = (
-            torch.empty_like(q, memory_format=torch.contiguous_format),
-            torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
-        )
-        _launch(
-            "torch",
-            out,
-            lse,
-            q,
-            k_cache,
-            v_cache,
-            block_indices,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            softmax_scale,
-            causal,
-            k_scale,
-            v_scale,
-        )
+    def forward(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        _launch("torch", out, lse, q, *rest)
         return out, lse
 
     @staticmethod
@@ -65,25 +36,12 @@ class _TorchAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
-        q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale = ctx.saved_tensors
+        *tensors, k_scale, v_scale = ctx.saved_tensors
         # Dynamo can't trace a function inside a backward pass, and needs none: no torch.func is about there.
         gradients = ops.torch_attention_backward if torch.compiler.is_compiling() else _TorchAttentionBackward.apply
-        grads = gradients(
-            grad_out,
-            grad_lse,
-            q,
-            k_cache,
-            v_cache,
-            block_indices,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            ctx.softmax_scale,
-            ctx.causal,
-            k_scale,
-            v_scale,
-        )
-        return (*grads, None, None, None, None, None, None, None, None)
+        options = (ctx.softmax_scale, ctx.causal, k_scale, v_scale)
+        grads = gradients(grad_out, grad_lse, *tensors, *options)
+        return (*grads, *[None] * (len(tensors) + len(options) - len(grads)))
 
 
 class _TorchAttentionBackward(torch.autograd.Function):
@@ -166,21 +124,10 @@ def _attend(
         if formulation is not None and block_indices is not None and not torch.compiler.is_compiling():
             _limits.plan(q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k, causal, formulation)
     softmax_scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
-    inputs = (
-        q,
-        k_cache,
-        v_cache,
-        block_indices,
-        table,
-        cu_seqlens_q,
-        seqused_k,
-        softmax_scale,
-        causal,
-        k_scale,
-        v_scale,
-    )
+    inputs = (q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k)
+    options = (softmax_scale, causal, k_scale, v_scale)
     if grad:
-        out, lse = _TorchAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+        out, lse = _TorchAttention.apply(*inputs, *options)  # type: ignore[no-untyped-call]
     else:
         given = (out, lse)
         if out is None:
@@ -190,7 +137,7 @@ def _attend(
         writing(backend, given)
         # The operator's arguments behind the inputs: splits and overlap (of measurements), formulation.
         forced = () if formulation is None or backend == "torch" else (0, True, checks.FORMULATIONS[formulation])
-        _launch(backend, out, lse, *inputs, *forced)
+        _launch(backend, out, lse, *inputs, *options, *forced)
     return (out, lse) if return_lse and lse is not None else out
 
 

@@ -97,21 +97,22 @@ def select_blocks(
 FORMULATIONS = {"union": 1, "kv_stationary": 2, "decode": 3}
 
 
-def _attention(
+def dense_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: Optional[torch.Tensor],
+    *,
     cu_seqlens_q: torch.Tensor,
     seqused_k: torch.Tensor,
-    softmax_scale: Optional[float],
-    causal: bool,
-    k_scale: Optional[torch.Tensor],
-    v_scale: Optional[torch.Tensor],
-    out: Optional[torch.Tensor],
-    lse: Optional[torch.Tensor],
-    return_lse: bool,
-    leftpad_k: Optional[torch.Tensor],
+    softmax_scale: Optional[float] = None,
+    causal: bool = True,
+    k_scale: Optional[torch.Tensor] = None,
+    v_scale: Optional[torch.Tensor] = None,
+    out: Optional[torch.Tensor] = None,
+    lse: Optional[torch.Tensor] = None,
+    return_lse: bool = False,
+    leftpad_k: Optional[torch.Tensor] = None,
 ) -> None:
     query("q", q)
     paged = block_table is not None
@@ -153,41 +154,6 @@ def _attention(
             raise NotImplementedError(
                 f"gradients of float8 caches are not implemented: expected caches without grad, got {describe(k_cache)}"
             )
-
-
-def dense_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: Optional[torch.Tensor],
-    *,
-    cu_seqlens_q: torch.Tensor,
-    seqused_k: torch.Tensor,
-    softmax_scale: Optional[float] = None,
-    causal: bool = True,
-    k_scale: Optional[torch.Tensor] = None,
-    v_scale: Optional[torch.Tensor] = None,
-    out: Optional[torch.Tensor] = None,
-    lse: Optional[torch.Tensor] = None,
-    return_lse: bool = False,
-    leftpad_k: Optional[torch.Tensor] = None,
-) -> None:
-    _attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_seqlens_q,
-        seqused_k,
-        softmax_scale,
-        causal,
-        k_scale,
-        v_scale,
-        out,
-        lse,
-        return_lse,
-        leftpad_k,
-    )
 
 
 def sparse_attention(
