@@ -56,7 +56,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 class CapabilityTable(list[Capability]):
-    """A list of rows that prints as a text table, or as Markdown."""
+    """A list of rows that prints as a text table, or as Markdown with equal rows merged."""
 
     header = ("operation", "backend", "runs on", "dtypes", "status")
 
@@ -66,8 +66,18 @@ class CapabilityTable(list[Capability]):
     def __str__(self) -> str:
         return aligned([self.header, *self.cells()])
 
+    def merged(self) -> list[tuple[str, ...]]:
+        """The cells with what is equal put together: a row for all operations and architectures that share the rest."""
+        operations: dict[tuple[str, ...], list[str]] = {}
+        for op, *others in self.cells():
+            operations.setdefault(tuple(others), []).append(op)
+        architectures: dict[tuple[str, ...], list[str]] = {}
+        for (name, arch, dtypes, status), ops in operations.items():
+            architectures.setdefault((", ".join(ops), name, dtypes, status), []).append(arch)
+        return [(ops, name, ", ".join(archs), *rest) for (ops, name, *rest), archs in architectures.items()]
+
     def markdown(self) -> str:
-        lines = ["| " + " | ".join(row) + " |" for row in [self.header, ("---",) * len(self.header), *self.cells()]]
+        lines = ["| " + " | ".join(row) + " |" for row in [self.header, ("---",) * len(self.header), *self.merged()]]
         return "\n".join(lines)
 
 
