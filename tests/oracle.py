@@ -177,7 +177,10 @@ def _attention(
                 values = [read_block(v_cache, table_row, kv_head, x, end) for x in blocks]
                 if sum(map(len, keys)) == 0:
                     continue
-                keys = torch.cat(keys) * _scale_of(k_scale, kv_head)
+                of_keys = _scale_of(k_scale, kv_head)
+                if not math.isfinite(of_keys * softmax_scale):
+                    of_keys = math.nan
+                keys = torch.cat(keys) * of_keys
                 values = torch.cat(values) * _scale_of(v_scale, kv_head)
                 query = q[row, kv_head * group : (kv_head + 1) * group].double()
                 logits = query @ keys.T * softmax_scale

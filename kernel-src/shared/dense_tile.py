@@ -15,10 +15,9 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below, sm90_col_to
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack import layout_utils
 
-from shared import ptx, smem, tma
-from shared.softmax import LOG2_E, SMALLEST
+from shared import ptx, smem, softmax, tma
 
-LARGEST = 3.4028234663852886e38  # finite
+NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 KEYS = 128  # of a block
 PER_LANE = 4  # requests that a lane looks at in a round of the search
 HALF = KEYS * 128  # bytes of 64 columns of a key tile
@@ -46,11 +45,19 @@ class Tile:
 
 
 def logit_scale(scale):
-    """|scale| as a factor from scores to log2 units. Neither 0 nor infinite: times the -inf and 0 that stand for the maximum
-    of a row that sees nothing, both are NaN.
+    """|scale| as a factor from scores to log2 units, and what becomes of the query: 0 for nothing, 1 if it is negated, -1 if
+    it becomes NaN. The factor is neither 0 nor infinite: times the -inf and 0 that stand for the maximum of a row that sees
+    nothing, both are NaN.
     """
-    size = ptx.absolute(scale) * LOG2_E
-    return ptx.maximum(ptx.select(size > Float32(LARGEST), Float32(LARGEST), size), Float32(SMALLEST))
+    scale = softmax.finite_or_nan(scale * softmax.LOG2_E)
+    change = ptx.select(scale >= Float32(0.0), Int32(0), ptx.select(scale < Float32(0.0), Int32(1), Int32(-1)))
+    return ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST)), change
+
+
+def changed(words, change):
+    """Words of a query for which `change` is not 0."""
+    fill = ptx.select(change < 0, Int32(softmax.NAN_PAIR), Int32(0))
+    return [(w ^ Int32(NEGATE)) | fill for w in words]
 
 
 class OneTile:

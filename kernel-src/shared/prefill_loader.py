@@ -231,7 +231,7 @@ class TileLoader:
             smem.store_i32(meta + lane * 4, entry)
         if lane == 16:
             scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
-            scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
+            scale = ptx.f32_bits(softmax.finite_or_nan(scale * Float32(softmax.LOG2_E)))
             smem.store_i32x4(meta + 64, [flags | ((head - first_head) << 8), shift, columns, scale])
         ptx.warp_barrier()
         present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))

@@ -117,10 +117,11 @@ class UnionTiles:
                 turn = turn ^ (buffer ^ 1)
 
     def facts(self, tiles, counts, k_scale, v_scale, k_scale_head, v_scale_head, slots, softmax_scale, head, slot):
-        """Of a tile: first token, tokens, end, length, entries of its list, scale of logits and of V."""
+        """Of a tile: first token, tokens, end, length, entries of its list, scale of logits to log2 units and of V."""
         record = ptx.load_fresh_16_bytes_if(tiles + Int64(slot) * 32, Int32(1))
         entries = ptx.load_i32(counts + (Int64(head) * Int64(slots) + Int64(slot)) * 4) & 1023
         scale = ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head) * softmax_scale
+        scale = softmax.finite_or_nan(scale * Float32(softmax.LOG2_E))
         return (*record, entries, scale, ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head))
 
     @cute.jit
@@ -218,7 +219,7 @@ class UnionTiles:
                 bad = ptx.select(page_a < 0, Int32(1 << 12), Int32(0))
                 bad = bad | ptx.select(page_b < 0, Int32(1 << 13), Int32(0))
             block, chosen = word & 0xFFFF, (word >> 24) & tokens
-            special = ((block << 7) + BLOCK > sees) | (scale < Float32(0.0))
+            special = ((block << 7) + BLOCK > sees) | (Int32(scale >= Float32(0.0)) == 0)
             edge = ptx.select(special, Int32(1 << 14), Int32(0))
             votes = ptx.ballot(chosen)
             entry = (count + ptx.count_bits(votes & ptx.lanes_below())) | bad | edge | (block << 16)

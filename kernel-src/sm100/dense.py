@@ -53,12 +53,11 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below
 from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
 
 from shared import blackwell, hopper, ptx, smem, tma
-from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile, logit_scale
+from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile, changed, logit_scale
 from shared.program import Kernel, Program
 from shared.softmax import LN_2
 
 DIM, ROWS = 128, 128  # of a stage
-NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 COPIED = 32  # columns of O that the epilogue holds at a time
 
@@ -168,7 +167,7 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
         page_shift: Int32,
         group: Int32,
         tile_tokens: Int32,
-        negate: Int32,
+        change: Int32,
     ):
         q_map, k_map, v_map = maps
         q_full = base + self.bars_at
@@ -186,22 +185,22 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
 
         if lane == 0:
             for stage in cutlass.range_constexpr(self.stages):
-                bar = ptx.select(negate != 0, q_own, q_full + 8 * stage)
+                bar = ptx.select(change != 0, q_own, q_full + 8 * stage)
                 if cutlass.const_expr(stage == 0):
-                    expected = ptx.select(negate != 0, Int32(self.stages), Int32(1))
+                    expected = ptx.select(change != 0, Int32(self.stages), Int32(1))
                     smem.mbarrier_expect(bar, stage_tokens * group * 256 * expected)
                 else:
-                    if negate == 0:
+                    if change == 0:
                         smem.mbarrier_expect(bar, stage_tokens * group * 256)
                 row = tile.first_row + tile.first_token + stage * stage_tokens
                 for half in cutlass.range_constexpr(2):
                     target = base + stage * SLAB + half * HALF
                     tma.tma_load(target, q_map, [Int32(64 * half), Int32(0), tile.head, row], bar)
-        if negate != 0:
+        if change != 0:
             smem.mbarrier_wait(q_own, Int32(0))
             for i in cutlass.range(self.stages * SLAB // 512, unroll=1):
                 at = base + (i * 32 + lane) * 16
-                smem.store_i32x4(at, [w ^ Int32(NEGATE) for w in smem.load_i32x4(at)])
+                smem.store_i32x4(at, changed(smem.load_i32x4(at), change))
             tma.fence_async()
             ptx.warp_barrier()
             if lane == 0:
@@ -269,7 +268,7 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
         if output.lse != 0:
             largest = smem.load_f32(output.sums + ((self.stages + stage) * ROWS + tidx) * 4)
             lse = (largest * output.scale_log2 + ptx.log2(total)) * LN_2
-            lse = ptx.select((total == 0.0) | (total != total), Float32(-Float32.inf), lse)
+            lse = ptx.select(total == 0.0, Float32(-Float32.inf), lse)
             ptx.store_words_if(lse_at, [ptx.f32_bits(lse)], exists)
 
     # ---- the kernel
@@ -367,8 +366,7 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
         page_row = page_table + Int64(tile.request) * page_table_row
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
-        negate = Int32(scale < Float32(0.0))
-        scale_log2 = logit_scale(scale)
+        scale_log2, change = logit_scale(scale)
         cute.arch.sync_threads()
 
         # Branches inside of branches: a value that a later one needs does not live through the softmax.
@@ -391,7 +389,7 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
                 if warp == self.mma_warp_id:
                     self.multiply(tile, tiled_qk, tiled_pv, operands, pipelines)
                 if (warp == self.load_warp_ids[0]) & (tile.block_min < tile.block_max):
-                    self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, negate)
+                    self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, change)
 
         cute.arch.sync_threads()
         if warp == self.mma_warp_id:

@@ -441,9 +441,10 @@ class Prefill(Kernel, TileLoader):
         if (limit < 127) | (hidden > 0):
             for i in cutlass.range_constexpr(TILE_COLUMNS):
                 S[i] = ptx.select((i <= limit) & (i >= hidden), S[i], Float32(softmax.NEG_INF))
-        if scale < Float32(0.0):
+        if Int32(scale >= Float32(0.0)) == 0:
+            sign = softmax.sign_of(scale)
             for i in cutlass.range_constexpr(TILE_COLUMNS):
-                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], -S[i])
+                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], ptx.multiply(S[i], sign))
         scale = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
         logits = [S[i] for i in range(TILE_COLUMNS)]
         top = ptx.maximum(ptx.multiply(blackwell.row_maximum(logits), scale), Float32(softmax.EMPTY))

@@ -183,10 +183,9 @@ class PrefillUnion(Kernel, UnionLoaders):
             head = smem.load_i32(record + 4 * HEAD)
             high = smem.load_i32(record + 4 * END) + token
             high = ptx.clamp(high, Int32(0), smem.load_i32(record + 4 * LENGTH))
-            sign = ptx.select(scale < Float32(0.0), Float32(-1.0), Float32(1.0))
-            size = ptx.absolute(scale * Float32(softmax.LOG2_E))
+            sign = softmax.sign_of(scale)
             state[0], state[1] = Float32(softmax.EMPTY), Float32(0.0)
-            state[2] = ptx.maximum(size, Float32(softmax.SMALLEST))
+            state[2] = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
             if total > 0:
                 if cutlass.const_expr(self.fp8):
                     smem.mbarrier_wait(base + self.barriers["q_full"], q_parity)

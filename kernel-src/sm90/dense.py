@@ -60,6 +60,7 @@ from shared.dense_tile import (
     OneTile,
     Output,
     Tile,
+    changed,
     logit_scale,
     row_of,
     transpose_quad,
@@ -67,7 +68,6 @@ from shared.dense_tile import (
 from shared.program import Kernel, Program
 
 DIM, STAGES = 128, 2
-NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 CONSUMER_REGISTERS = {1: (256, 56), 2: (240, 24)}  # by warpgroups of consumers: theirs and the loader's
 
@@ -116,7 +116,7 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm90):
         page_shift: Int32,
         group: Int32,
         tile_tokens: Int32,
-        negate: Int32,
+        change: Int32,
     ):
         q_map, k_map, v_map = maps
         s_k = base + self.rows * 256
@@ -134,17 +134,17 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm90):
 
         if lane == 0:
             self.copy_keys(s_k, k_map, page_shift, (page_a, page_b), tile.head, k_full)
-            q_bar = ptx.select(negate != 0, q_own, q_full)
+            q_bar = ptx.select(change != 0, q_own, q_full)
             smem.mbarrier_expect(q_bar, tile_tokens * group * 256)
             row = tile.first_row + tile.first_token
             for half in cutlass.range_constexpr(2):
                 target = base + half * (self.rows * 128)
                 tma.tma_load(target, q_map, [Int32(64 * half), Int32(0), tile.head, row], q_bar)
-        if negate != 0:
+        if change != 0:
             smem.mbarrier_wait(q_own, Int32(0))
             for i in cutlass.range(self.rows * 256 // 512, unroll=1):
                 at = base + (i * 32 + lane) * 16
-                smem.store_i32x4(at, [w ^ Int32(NEGATE) for w in smem.load_i32x4(at)])
+                smem.store_i32x4(at, changed(smem.load_i32x4(at), change))
             tma.fence_async()
             ptx.warp_barrier()
             if lane == 0:
@@ -210,7 +210,10 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm90):
                     words = [pack(values[r, 8 * j + 2 * g], values[r, 8 * j + 2 * g + 1]) for g in range(4)]
                     ptx.store_words_if(out + Int64(j * 64 + t * 16), transpose_quad(words, t), exists)
             if output.lse != 0:
-                ptx.store_words_if(lse_at, [ptx.f32_bits(lse[r])], exists & Int32(t == 0))
+                # flash-attention-4 takes a row whose sum is NaN for an empty one.
+                nan = (lse[r] == Float32(-Float32.inf)) & (values[r, 0] != values[r, 0])
+                lse_r = ptx.select(nan, values[r, 0], lse[r])
+                ptx.store_words_if(lse_at, [ptx.f32_bits(lse_r)], exists & Int32(t == 0))
 
     @cute.jit
     def consume(
@@ -344,15 +347,14 @@ class Dense(Kernel, DenseTiles, FlashAttentionForwardSm90):
         page_row = page_table + Int64(tile.request) * page_table_row
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
-        negate = Int32(scale < Float32(0.0))
-        scale_log2 = logit_scale(scale)
+        scale_log2, change = logit_scale(scale)
         cute.arch.sync_threads()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(CONSUMER_REGISTERS[self.num_wg_mma][1])
             if (warp == 0) & (tile.block_min < tile.block_max):
                 base = Int32(start.toint())
-                self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, negate)
+                self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, change)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.num_wg_mma][0])
             token = Int64(tile.first_row + tile.first_token)

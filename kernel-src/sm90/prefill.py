@@ -429,9 +429,10 @@ class Prefill(Kernel, Units):
                 at = column + (8 * (i // 4) + (i & 1))
                 visible = (at <= limits[(i >> 1) & 1]) & (at >= hidden)
                 S[i] = ptx.select(visible, S[i], Float32(softmax.NEG_INF))
-        if scale < Float32(0.0):
+        if Int32(scale >= Float32(0.0)) == 0:
+            sign = softmax.sign_of(scale)
             for i in cutlass.range_constexpr(64):
-                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], -S[i])
+                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], ptx.multiply(S[i], sign))
         scale = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
         places = (place0, place1)
         for half in cutlass.range_constexpr(2):

@@ -147,7 +147,7 @@ class PrefillUnion(Kernel, UnionLoaders):
     def mask(self, S, entry, record, token, lane):
         """-inf outside what the token sees; a negative scale turns the logits."""
         end, length = smem.load_i32(record + 4 * END), smem.load_i32(record + 4 * LENGTH)
-        sign = ptx.select(smem.load_f32(record + 4 * SCALE) < Float32(0.0), Float32(-1.0), Float32(1.0))
+        sign = softmax.sign_of(smem.load_f32(record + 4 * SCALE))
         high = ptx.clamp(end + token, Int32(0), length) - (((entry >> 16) & 0xFFFF) << 7)
         high = ptx.select((entry & (1 << 13)) != 0, ptx.minimum_i32(high, Int32(64)), high)
         low = ptx.select((entry & (1 << 12)) != 0, Int32(64), Int32(0))
@@ -298,8 +298,7 @@ class PrefillUnion(Kernel, UnionLoaders):
         tma.fence_async()
 
     def begin(self, O, state, scale):
-        to_log2 = scale * Float32(softmax.LOG2_E)
-        size = ptx.maximum(ptx.absolute(to_log2), Float32(softmax.SMALLEST))
+        size = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
         for i in range(2):
             state[i], state[2 + i] = Float32(softmax.EMPTY), Float32(0.0)
             state[4 + i], state[6 + i] = Float32(1.0), size

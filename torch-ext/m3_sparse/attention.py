@@ -181,7 +181,9 @@ def sparse_attention(
             reaches.
         softmax_scale: factor of the logits, default 1 / sqrt(128).
         causal: a row sees tokens up to its own position; if False, all seqused_k tokens of its blocks.
-        k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale.
+        k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale. Of any sign. One
+            that is NaN or infinite spoils the rows of its head that see a token, and nothing else: k_scale (and
+            softmax_scale, for all heads) makes their out and lse NaN, v_scale makes no element of their out finite.
         leftpad_k: [B] int32 or int64, without a block_table only: slots of a row before its first token. seqused_k does
             not count them, blocks begin behind them.
         out: [T, Hq, 128] in q's dtype to write into. lse: [T, Hq] fp32 to write into. Neither with gradients.
