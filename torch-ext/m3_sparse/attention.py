@@ -176,10 +176,11 @@ def sparse_attention(
         block_table: [B, M] int32 or int64, page numbers. Entries outside [0, P) contribute nothing. None: the caches are
             contiguous, k_cache and v_cache [B, Hkv, S, 128] with a row a request; S may be any number, and the rows of
             both lie the same whole number of tokens apart. Nothing is copied.
-        cu_seqlens_q: [B + 1] int32 or int64, starts at 0. Rows at or past its last entry are empty rows.
+        cu_seqlens_q: [B + 1] int32 or int64, ascending from 0 to at most T. Rows at or past its last entry are empty rows.
+            Of other offsets nothing is promised but that no memory outside the tensors is touched.
         seqused_k: [B] int32 or int64, tokens in the cache, the new ones included; clamped to what the table, or the row,
             reaches.
-        softmax_scale: factor of the logits, default 1 / sqrt(128).
+        softmax_scale: factor of the logits, default 1 / sqrt(128). The kernels take logits up to 10^8 in magnitude.
         causal: a row sees tokens up to its own position; if False, all seqused_k tokens of its blocks.
         k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale. Of any sign. One
             that is NaN or infinite spoils the rows of its head that see a token, and nothing else: k_scale (and
@@ -194,8 +195,7 @@ def sparse_attention(
             queries by how much the selections of neighbouring rows overlap, which is found on the device for each
             request. A row's bits depend on its own inputs and on the formulation: name one where results must not
             change with what is around a row (explain() tells what a call takes). "union" takes 16 query heads a KV
-            head. With "union" and "kv_stationary" a value of v_cache inside seqused_k must be finite, even for rows that
-            don't see its token.
+            head.
 
     Returns:
         out [T, Hq, 128] in q's dtype, or (out, lse); lse [T, Hq] fp32 is the natural log of the sum of exp(scaled

@@ -14,6 +14,7 @@ from ._arguments import (
     INDICES,
     MAX_BLOCKS,
     aligned,
+    apart,
     batch,
     cache_dtype,
     describe,
@@ -90,6 +91,7 @@ def select_blocks(
     if out is not None:
         shape = (index_q.shape[0], index_q.shape[1], topk)
         tensor("out", out, "[T, Hi, topk]", shape, (torch.int32,), index_q)
+        apart("out", out)
     flag("return_scores", return_scores)
 
 
@@ -132,9 +134,11 @@ def dense_attention(
     if out is not None:
         tensor("out", out, f"[T, Hq, {HEAD_DIM}] like q", tuple(q.shape), (q.dtype,), q)
         aligned("out", out)
+        apart("out", out)
         no_grad("out", out)
     if lse is not None:
         tensor("lse", lse, "[T, Hq]", tuple(q.shape[:2]), (torch.float32,), q)
+        apart("lse", lse)
         no_grad("lse", lse)
     if needs_grad(q, k_cache, v_cache):
         if has_tangent(q, k_cache, v_cache):
@@ -193,6 +197,7 @@ def store_kv(
         raise ValueError(f"k must have the Hkv = {k_cache.shape[1]} heads of k_cache in {text}, got {describe(k)}")
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         stored(name, x, cache)
+        apart(f"{name}_cache", cache)
     if (index_k is None) != (index_k_cache is None):
         raise ValueError(
             f"index_k and index_k_cache must both be tensors or both None, got {describe(index_k)} and "
@@ -211,6 +216,7 @@ def store_kv(
         )
         aligned("index_k_cache", index_k_cache)
         stored("index_k", index_k, index_k_cache)
+        apart("index_k_cache", index_k_cache)
     tensor("slot_mapping", slot_mapping, "[T]", (k.shape[0],), INDICES, k)
     scale("k_scale", k_scale, k_cache.shape[1], k)
     scale("v_scale", v_scale, k_cache.shape[1], k)
