@@ -1,6 +1,6 @@
 """Prefill combine: the partial results of a row's blocks become its output. Third stage of the KV-stationary prefill (op
-sparse_attention), after sm90/prefill.py, for chunks that no forward launch combines beside its own work: the last one,
-and all where a selection is wider than 16.
+sparse_attention), after sm90/ or sm100/prefill.py, for chunks that no forward launch combines beside its own work: the
+last one, and all where a selection is wider than 16.
 
 Problem, order
     shared/partials.py: for each token of a chunk and KV head, up to 32 slots with a partial o, m and l; slots ascend. A row

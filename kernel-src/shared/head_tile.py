@@ -10,7 +10,8 @@ Column c of a tile of 8 keys is key c ^ 4 (c & 1): then no read below meets a ba
 Which k index of the product a dim gets is free as long as q and K agree, and so is which column of the output a dim
 gets. The 16-byte reads therefore need no shuffling: 16 bytes of a key in a lane are operands of two (16-bit) or four
 (fp8) k steps, and q is loaded to match. With fp8, output tile j has dims 16 c + (j ^ 8 ((c / 2) & 1)) as its columns c:
-half of the lanes read the upper 8 bytes of their chunk first, away from the others' banks. fp8 is widened exactly to fp16; P is rounded to the 16-bit type of the product. Registers g = lane / 4, t = lane % 4 as in mma.py.
+half of the lanes read the upper 8 bytes of their chunk first, away from the others' banks. fp8 is widened exactly to fp16;
+P is rounded to the 16-bit type of the product. Registers g = lane / 4, t = lane % 4 as in mma.py.
 """
 
 import cutlass

@@ -1,11 +1,11 @@
-"""Loading warps of the KV-stationary prefill (sm90/prefill.py): lists in, tiles of K, V and Q out to shared memory.
+"""Loading warps of the KV-stationary prefill (sm90/ and sm100/prefill.py): lists in, tiles of K, V and Q to shared memory.
 
 Warp 0 walks the CTA's tiles and reads heads and entries (invert.py) two tiles ahead. K and V of a block are copied once a run
 of tiles, in turn into one ring of KV_STAGES: use 2 r is K of run r, use 2 r + 1 its V. Q is gathered into a ring of its own,
 a box of `rows` query heads for each token and half of D. fp8 blocks land in two raw buffers, one for K and one for V, and
-warps 1-3 widen them into the ring.
+the widening warps (of SM90: 1-3) widen them into the ring.
 
-A stage is full (mbarrier `full`) once its bytes are there or, widened, once the three widening warps have arrived; the
+A stage is full (mbarrier `full`) once its bytes are there or, widened, once the widening warps have arrived; the
 consumers' warps free it (`empty`). Rows of V that no token sees are made zeros: 0 * NaN is NaN.
 
 Rows that only some tokens see are those of the block that the tokens themselves lie in. Warp 0 looks through them at the end
@@ -439,7 +439,7 @@ class TileLoader:
                     hopper.mbarrier_arrive(full)
         return landed
 
-    # ---- warps 1-3, fp8 only
+    # ---- the widening warps, fp8 only
 
     @cute.jit
     def widen_blocks(self, base: Int32, thread: Int32, lane: Int32):

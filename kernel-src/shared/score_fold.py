@@ -1,4 +1,4 @@
-"""Tiles of sm90/prefill_score.py that were cut between CTAs: where each leaves its lists, and the kernel that folds them.
+"""Tiles of prefill_score.py (sm90, sm100) that were cut between CTAs: where each leaves its lists, and what folds them.
 
 Part 2 cta is the list of the tile that a CTA's range ends in, if it began before; part 2 cta + 1 that of the tile it
 begins. A part is written only for a tile that this CTA does not score whole.

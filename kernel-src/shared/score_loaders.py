@@ -1,4 +1,4 @@
-"""What feeds the consumers of sm90/prefill_score.py: shared memory, mbarriers, and the four warps that load.
+"""What feeds the consumers of sm90/ and sm100/prefill_score.py: shared memory, mbarriers, and the four warps that load.
 
 Warp 0 walks the units of this CTA's range. It publishes a record of each tile, copies the tile's queries, and each
 block's keys by halves of 64 tokens, with flags that say which half is on a page of the cache. Two records take turns; a

@@ -1,8 +1,8 @@
-"""What feeds the consumers of sm90/prefill_union.py: shared memory, mbarriers, and the warps that load. They follow the
-tiles that the list warp publishes (shared/union_tiles.py).
+"""What feeds the consumers of sm90/ and sm100/prefill_union.py: shared memory, mbarriers, and the warps that load. They
+follow the tiles that the list warp publishes (shared/union_tiles.py).
 
-A 16-bit cache is copied by tensor map to where wgmma reads it, K and V by a warp each. A float8 cache is copied as it is
-and widened exactly to fp16 by two warps an operand; one warp then issues all copies, of Q too.
+A 16-bit cache is copied by tensor map to where the products read it, K and V by a warp each. A float8 cache is copied as it
+is and widened exactly to fp16 by two warps an operand; one warp then issues all copies, of Q too.
 """
 
 import cutlass

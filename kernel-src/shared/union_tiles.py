@@ -1,4 +1,4 @@
-"""The list warp of sm90/prefill_union.py: which tiles a CTA takes, and what its other warps must know of each.
+"""The list warp of sm90/ and sm100/prefill_union.py: which tiles a CTA takes, and what its other warps must know of each.
 
 It looks at 32 tiles at a time, leaves out empty ones and those of requests that take the other formulation, and publishes
 one tile after the other. Where a CTA has few tiles, it takes every second one by its number of blocks, so that all CTAs end

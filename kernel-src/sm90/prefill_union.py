@@ -9,8 +9,8 @@ Tile picture
     S = Q K^T: m64n128k16, 64 rows = 4 tokens; a warp's 16 rows are one token, so what a token may see is the same for a
     warp. O += P V with P from registers. Two such warpgroups share K and V.
 
-Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other";
-       where they are few, every second one by its number of blocks: shared/union_tiles.py)
+Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head
+       after the other"; where they are few, every second one by its number of blocks: shared/union_tiles.py)
     loaders      4 warps, and 4 that widen float8: shared/union_loaders.py.
     consumers    2 x 4 warps. Q K of the next block is under way while the softmax of this one waits for P V.
                  Blocks that none of a warpgroup's tokens chose are passed on: it waits for "full" and releases.
