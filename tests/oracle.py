@@ -313,7 +313,7 @@ def fp8_encode(x, scale, dtype):
     """bytes of fp8(clamp(float32(x) / scale)): nearest value, ties to the even code, saturating; NaN stays NaN."""
     values = fp8_values(dtype)
     positive = values[:127] if dtype == torch.float8_e4m3fn else values[:124]
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         scaled = x.float().numpy() / np.float32(scale)
     magnitude = np.minimum(np.abs(scaled.astype(np.float64)), positive[-1])
     above = np.searchsorted(positive, np.where(np.isnan(magnitude), 0, magnitude))

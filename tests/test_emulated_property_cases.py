@@ -4,6 +4,7 @@ import cases
 import field_helpers
 import oracle
 import pytest
+import test_property_cases as found
 import torch
 
 import m3_sparse
@@ -103,3 +104,25 @@ def test_logits_of_the_size_promised(emulation, dtype, arch):
     want = oracle.dense_attention(*case.dense()[0], **options, softmax_scale=scale)
     oracle.check_attention(out, None, want[0], None)
     oracle.check_close(lse, want[1], 0, 2e-6, "lse")
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("dtypes", found.ATTENTION_DTYPES, ids=str)
+def test_what_is_not_finite_stays_visible(emulation, dtypes, dense, architecture):
+    if dense and dtypes[0] != dtypes[1]:
+        pytest.skip("no dense kernel for float8")
+    values = (found.NAN, -found.INF) if dtypes == (BF16, BF16) else (found.NAN,)
+    with emulation.device(architecture):
+        found.check_what_is_not_finite(field_helpers.Backend("aot"), dtypes, dense, values)
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_an_infinite_scale_over_products_of_one_sign(emulation, architecture):
+    case = field_helpers.make([1], [300], poison="zero")
+    case.q.fill_(-1), case.k_cache.fill_(1)
+    case.k_scale = torch.tensor([float("inf")])
+    backend = field_helpers.Backend("aot")
+    with emulation.device(architecture):
+        for out, lse in (*backend.every(case).values(), backend.dense(case)):
+            assert out.isnan().all() and lse.isnan().all()

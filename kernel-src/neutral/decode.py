@@ -306,6 +306,17 @@ class Decode(Kernel, HeadTile):
         self.store_sums(region, lane, state, O)
         ptx.barrier()
         head, dim = self.place_of(thread, rank)
+        m, l, o = self.sum_up(base, thread, rank, dim)
+        if head < group:
+            query_head = Int64(kv_head * group + head)
+            at = out + token64 * out_token + query_head * out_head + Int64(dim) * 2
+            total = self.write_row(at, l, o, scale_v, bf16_query)
+            if (dim == 0) & (lse != 0):
+                ptx.store_f32(lse + token64 * lse_token + query_head * lse_head, softmax.natural_lse(m, total))
+
+    @cute.jit
+    def sum_up(self, base: Int32, thread: Int32, rank: Int32, dim: Int32):
+        """(m, l, o) of this thread's head and columns, over the warps' sums and the cluster's."""
         if cutlass.const_expr(self.splits == 2):
             smem.cluster_wait()  # the other CTA has begun, its mbarrier exists
             self.expect_sums(base, thread)
@@ -321,12 +332,7 @@ class Decode(Kernel, HeadTile):
             self.send_numbers(numbers_there, l, m, mbarrier_there, thread % 8)
             smem.mbarrier_wait(base + self.mbarrier_at, 0, "cluster")
             m, l, o = self.fold_cluster(base, thread // (self.threads // self.rows_per_rank), dim)
-        if head < group:
-            query_head = Int64(kv_head * group + head)
-            at = out + token64 * out_token + query_head * out_head + Int64(dim) * 2
-            total = self.write_row(at, l, o, scale_v, bf16_query)
-            if (dim == 0) & (lse != 0):
-                ptx.store_f32(lse + token64 * lse_token + query_head * lse_head, softmax.natural_lse(m, total))
+        return m, l, o
 
     # ---- the ring: a slab for K of a unit and one for V
 

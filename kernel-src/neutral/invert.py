@@ -141,14 +141,6 @@ def total_bits(words):
     return counts[0]
 
 
-def prefix_in_warp(x, lane):
-    """Sum over the lanes up to and including this one."""
-    for distance in (1, 2, 4, 8, 16):
-        before = ptx.shuffle_up(x, distance)
-        x = x + ptx.select(lane >= distance, before, Int32(0))
-    return x
-
-
 class Count(Kernel):
     threads = THREADS
     dynamic_smem = BITMAP_BYTES
@@ -282,7 +274,7 @@ class Scan(Kernel):
                     total = total + ptx.clamp(found[i], Int32(0), Int32(THREADS))
                 place = place + unit_step * UNITS
             tiles = (total + (Int32(1) << tile_bits) - 1) >> tile_bits
-            upto = prefix_in_warp(tiles, lane)
+            upto = ptx.warp_prefix_sum(tiles, lane)
             if lane == 31:
                 smem.store_i32(base + warp * 4, upto)
             ptx.barrier()

@@ -143,23 +143,7 @@ class UnionLists(Kernel):
                 block[j] = ptx.select((block[j] >= 0) & (block[j] < ((visible + 127) >> 7)), block[j], Int32(-1))
 
             # -- union, ascending
-            total = Int32(0)
-            for first_block in cutlass.range(0, (used + 127) >> 7, WINDOW, unroll=1):
-                window = first_block >> 11
-                mine = [(block[j] >> 11) == window for j in range(TOKENS)]
-                some = mine[0]
-                for j in cutlass.range_constexpr(1, TOKENS):
-                    some = some | mine[j]
-                if ptx.ballot(Int32(some)) != 0:
-                    for i in cutlass.range_constexpr(WINDOW // 512):
-                        smem.store_i32x4(masks + i * 512 + lane * 16, [Int32(0)] * 4)
-                    ptx.warp_barrier()
-                    for j in cutlass.range_constexpr(TOKENS):
-                        inside = block[j] & (WINDOW - 1)
-                        bit = Int32(1 << j) << ((inside & 3) * 8)
-                        smem.or_i32_if(masks + (inside & -4), bit, Int32(mine[j]))
-                    ptx.warp_barrier()
-                    total = self.compact(masks, listed, first_block, total, lane)
+            total = self.unite(masks, listed, block, used, lane)
             ptx.warp_barrier()
 
             # -- pages; blocks without any are dropped
@@ -202,6 +186,28 @@ class UnionLists(Kernel):
             distinct, pairs = ptx.warp_sum(distinct), ptx.warp_sum(pairs)
             if lane == 0:
                 ptx.store_words(counts + item * 4, [kept | (distinct << 10) | (pairs << 20)])
+
+    @cute.jit
+    def unite(self, masks: Int32, listed: Int32, block: list, used: Int32, lane: Int32):
+        """Lists the blocks that some token chose; `block`: each token's in the lane's slot. Returns how many."""
+        total = Int32(0)
+        for first_block in cutlass.range(0, (used + 127) >> 7, WINDOW, unroll=1):
+            window = first_block >> 11
+            mine = [(block[j] >> 11) == window for j in range(TOKENS)]
+            some = mine[0]
+            for j in cutlass.range_constexpr(1, TOKENS):
+                some = some | mine[j]
+            if ptx.ballot(Int32(some)) != 0:
+                for i in cutlass.range_constexpr(WINDOW // 512):
+                    smem.store_i32x4(masks + i * 512 + lane * 16, [Int32(0)] * 4)
+                ptx.warp_barrier()
+                for j in cutlass.range_constexpr(TOKENS):
+                    inside = block[j] & (WINDOW - 1)
+                    bit = Int32(1 << j) << ((inside & 3) * 8)
+                    smem.or_i32_if(masks + (inside & -4), bit, Int32(mine[j]))
+                ptx.warp_barrier()
+                total = self.compact(masks, listed, first_block, total, lane)
+        return total
 
     @cute.jit
     def compact(self, masks: Int32, listed: Int32, first_block: Int32, total: Int32, lane: Int32):

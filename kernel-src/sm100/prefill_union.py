@@ -49,6 +49,8 @@ from shared.union_tiles import (
     SCALE,
     TOKEN_MASK,
     V_SCALE,
+    Lists,
+    Scales,
 )
 from shared.union_loaders import GROUP, HALF, LOADER_WARPS, TILE, WIDENERS, UnionLoaders
 
@@ -397,27 +399,11 @@ class PrefillUnion(Kernel, UnionLoaders):
                 self.multiply(base, memory, lane)
                 blackwell.free(memory, blackwell.COLUMNS)
             else:
-                where = (words, pages, slots, capacity, page_bits)
-                q_at, k_at, v_at = [tma.map_address(m) for m in (q_map, k_map, v_map)]
-                if cutlass.const_expr(self.fp8):
-                    if warp == 0:
-                        self.issue_copies(base, q_at, k_at, v_at, *where, lane)
-                    widener = warp - LOADER_WARPS
-                    if (widener >= 0) & (widener < WIDENERS):
-                        self.widen_blocks(False, base, widener, lane)
-                    if widener >= WIDENERS:
-                        self.widen_blocks(True, base, widener - WIDENERS, lane)
-                else:
-                    if warp == 0:
-                        self.load_blocks(False, base, k_at, *where, lane)
-                    if warp == 1:
-                        self.load_blocks(True, base, v_at, *where, lane)
-                    if warp == 3:
-                        self.load_queries(base, q_at, lane)
-                if warp == 2:
-                    sources = (tiles, counts, words, pages, choice, k_scale, v_scale, k_scale_head, v_scale_head)
-                    shape = (slots, heads, requests, page_bits, capacity, causal, softmax_scale)
-                    self.publish_lists(base, *sources, *shape, cta, ctas, lane)
+                maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
+                shape = (slots, heads, requests, page_bits, capacity, causal)
+                lists = Lists(tiles, counts, words, pages, choice, *shape)
+                scales = Scales(k_scale, v_scale, k_scale_head, v_scale_head, softmax_scale)
+                self.load(base, warp, lane, maps, lists, scales, cta, ctas)
         else:
             hopper.take_registers(REGISTERS[1])
             strides = (out_token, out_head, lse_token, lse_head)

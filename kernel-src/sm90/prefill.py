@@ -57,7 +57,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import hopper, progress, ptx, smem, softmax, tma
-from shared.partials import UNIT_BYTES, Partials
+from shared.partials import UNIT_BYTES, Output, Partials, Shape
 from shared.prefill_loader import (
     CONSUMER_WARPS,
     END,
@@ -67,6 +67,7 @@ from shared.prefill_loader import (
     META_BYTES,
     NEW,
     TILE_BYTES,
+    Source,
     step_of,
 )
 from shared.prefill_units import COMBINED, DONE, PLACES, PROGRESS_BYTES, Units
@@ -147,18 +148,7 @@ class Prefill(Kernel, Units):
         warp = cute.arch.make_warp_uniform(thread >> 5)
         base = smem.base()
         if thread == 0:
-            for stage in cutlass.range_constexpr(self.q_stages):
-                smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
-                smem.mbarrier_init(self.bar(base, "q_empty", stage), CONSUMER_WARPS)
-            for stage in cutlass.range_constexpr(KV_STAGES):
-                smem.mbarrier_init(self.bar(base, "kv_full", stage), 3 if self.fp8 else 1)
-                smem.mbarrier_init(self.bar(base, "kv_empty", stage), CONSUMER_WARPS)
-            for stage in cutlass.range_constexpr(2):
-                smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
-                smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
-                smem.mbarrier_init(self.bar(base, "unit_full", stage), 1)
-                smem.mbarrier_init(self.bar(base, "unit_empty", stage), CONSUMER_WARPS)
-            smem.mbarrier_init(base + self.v_landed, 1)
+            self.make_mbarriers(base)
         ptx.barrier()
         if (warp >= FIRST_COMBINER) & (warp < FIRST_CONSUMER):
             hopper.give_registers(REGISTERS[1])
@@ -177,19 +167,8 @@ class Prefill(Kernel, Units):
                 partials,
                 sums,
                 state,
-                out,
-                lse,
-                v_scale,
-                out_token,
-                out_head,
-                lse_token,
-                lse_head,
-                v_scale_head,
-                chunk_heads,
-                kv_heads,
-                group,
-                width,
-                selective,
+                Output(out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head),
+                Shape(chunk_heads, kv_heads, group, width, selective),
             )
         else:
             if early == 0:
@@ -197,6 +176,9 @@ class Prefill(Kernel, Units):
             if warp < FIRST_COMBINER:
                 hopper.give_registers(REGISTERS[0])
                 if warp == 0:
+                    maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
+                    lists, k_scales, policies = (heads, entries), (k_scale, k_scale_head), (q_policy, kv_policy)
+                    shape = (chunk_heads, group, width)
                     self.produce_units(
                         base,
                         lane,
@@ -208,18 +190,7 @@ class Prefill(Kernel, Units):
                         all_tokens,
                         chunks,
                         most_tiles,
-                        *[tma.map_address(m) for m in (q_map, k_map, v_map)],
-                        heads,
-                        entries,
-                        k_scale,
-                        k_scale_head,
-                        q_policy,
-                        kv_policy,
-                        chunk_heads,
-                        group,
-                        width,
-                        page_bits,
-                        softmax_scale,
+                        Source(*maps, *lists, *k_scales, *policies, *shape, page_bits, softmax_scale),
                     )
                 if cutlass.const_expr(self.fp8):
                     if warp > 0:
@@ -239,6 +210,20 @@ class Prefill(Kernel, Units):
                     width,
                     opaque,
                 )
+
+    def make_mbarriers(self, base):
+        for stage in range(self.q_stages):
+            smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
+            smem.mbarrier_init(self.bar(base, "q_empty", stage), CONSUMER_WARPS)
+        for stage in range(KV_STAGES):
+            smem.mbarrier_init(self.bar(base, "kv_full", stage), 3 if self.fp8 else 1)
+            smem.mbarrier_init(self.bar(base, "kv_empty", stage), CONSUMER_WARPS)
+        for stage in range(2):
+            smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
+            smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
+            smem.mbarrier_init(self.bar(base, "unit_full", stage), 1)
+            smem.mbarrier_init(self.bar(base, "unit_empty", stage), CONSUMER_WARPS)
+        smem.mbarrier_init(base + self.v_landed, 1)
 
     # ---- consumers
 
