@@ -53,9 +53,8 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below
 from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
 
 from shared import blackwell, hopper, ptx, smem, tma
-from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile, changed, logit_scale
-from shared.entries import DenseEntry
-from shared.program import Program
+from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Paging, Tile, changed, logit_scale
+from shared.program import Kernel, Program
 from shared.softmax import LN_2
 
 DIM, ROWS = 128, 128  # of a stage
@@ -68,11 +67,8 @@ class RowMask:
     """The mask of one thread's row, as the softmax loop asks for it."""
 
     end: Int32  # of the row's visible keys
-    bad_pages: Int32
-    page_row: Int64
-    page_width: Int32
-    pages: Int32
-    page_shift: Int32  # log2 of the pages a block has
+    bad_pages: Int32  # of the tile: 0 if all are the cache's
+    paging: Paging
 
     @cute.jit
     def apply_mask_sm100(self, acc_S, n_block, **unused):
@@ -80,9 +76,7 @@ class RowMask:
         mask_r2p_lambda(acc_S, lambda s: r2p_bitmask_below(limit, s), rank1=True)
         if self.bad_pages != 0:
             for part in cutlass.range_constexpr(2):
-                entry = (n_block << self.page_shift) + (self.page_shift & part)
-                page = ptx.load_i32_if(self.page_row + Int64(entry) * 4, Int32(entry < self.page_width), -1)
-                if (page < 0) | (page >= self.pages):
+                if self.paging.is_missing(n_block, part):
                     for c in cutlass.range_constexpr(64):
                         acc_S[64 * part + c] = -Float32.inf
 
@@ -111,15 +105,14 @@ class Lengths:
         return self.output
 
 
-class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
+class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
     """One variant: dtype and stages of 128 rows."""
 
-    threads = 512
-
+    threads, ctas_per_sm = 512, 1
     epilogue_threads = ROWS
 
     def __init__(self, dtype, stages):
-        self.kind, self.stages, self.element = dtype, stages, DTYPES[dtype]
+        self.kind, self.stages = dtype, stages
         self.ring = 7 - stages
         self.key_at = stages * SLAB
         self.sums_at = self.key_at + self.ring * SLAB
@@ -164,14 +157,13 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         lane: Int32,
         base: Int32,
         maps: tuple,
-        page_row: Int64,
-        page_width: Int32,
-        page_shift: Int32,
+        paging: Paging,
         group: Int32,
         tile_tokens: Int32,
         change: Int32,
     ):
         q_map, k_map, v_map = maps
+        page_row, page_width, page_shift = paging.row, paging.width, paging.shift
         q_full = base + self.bars_at
         ring_full = q_full + 16 * self.stages
         ring_empty = ring_full + 8 * self.ring
@@ -366,6 +358,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         found = self.find_tile(index, lane, cu_seqlens, seqused, tokens, requests, reach, tile_tokens)
         tile = self.tile_of(found, head, split, tile_tokens, causal, splits)
         page_row = page_table + Int64(tile.request) * page_table_row
+        paging = Paging(page_row, page_width, pages, page_shift)
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         scale_log2, change = logit_scale(scale)
@@ -373,7 +366,6 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
 
         # Branches inside of branches: a value that a later one needs does not live through the softmax.
         operands = self.operands(start, tiled_qk, tiled_pv)
-        paging = (page_row, page_width, pages, page_shift)
         if warp < 4 * self.stages:
             cute.arch.setmaxregister_increase(self.num_regs_softmax)
             self.soften(tile, thread, warp >> 2, operands, pipelines, paging, group, tile_tokens, causal, scale_log2)
@@ -391,7 +383,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
                 if warp == self.mma_warp_id:
                     self.multiply(tile, tiled_qk, tiled_pv, operands, pipelines)
                 if (warp == self.load_warp_ids[0]) & (tile.block_min < tile.block_max):
-                    self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, change)
+                    self.load(tile, lane, base, maps, paging, group, tile_tokens, change)
 
         cute.arch.sync_threads()
         if warp == self.mma_warp_id:
@@ -468,7 +460,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         stage: Int32,
         operands: tuple,
         pipelines: list,
-        paging: tuple,
+        paging: Paging,
         group: Int32,
         tile_tokens: Int32,
         causal: Int32,
@@ -476,11 +468,11 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
     ):
         (thr_qk, _), _, (s_acc, _, _), sums = operands
         _, _, pipe_s, pipe_p, _, pipe_sums = pipelines
-        bad_pages = self.any_bad_page(tile, thread & 31, *paging)
+        bad_pages = self.any_bad_page(tile, thread & 31, paging)
         unmasked_end = ptx.maximum_i32(tile.block_min, tile.end_of(tile.first_token, causal) // KEYS)
         blocks = Blocks(tile, ptx.select(bad_pages != 0, tile.block_min, unmasked_end))
         token = tile.first_token + stage * (tile_tokens // self.stages) + (thread & 127) // group
-        mask = RowMask(tile.end_of(token, causal), bad_pages, *paging)
+        mask = RowMask(tile.end_of(token, causal), bad_pages, paging)
         self.softmax_loop(
             stage=stage,
             tStS=s_acc,
@@ -543,8 +535,4 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
 
 
 def programs():
-    return [
-        Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages), DenseEntry.example)
-        for dtype in DTYPES
-        for stages in (1, 2)
-    ]
+    return [Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages)) for dtype in DTYPES for stages in (1, 2)]

@@ -59,26 +59,27 @@ from shared.dense_tile import (
     Mask,
     OneTile,
     Output,
+    Paging,
     Tile,
     changed,
     logit_scale,
     row_of,
-    transpose_quad,
 )
-from shared.entries import DenseEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 
 DIM, STAGES = 128, 2
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 CONSUMER_REGISTERS = {1: (256, 56), 2: (240, 24)}  # by warpgroups of consumers: theirs and the loader's
 
 
-class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
+class Dense(Kernel, DenseTiles, FlashAttentionForwardSm90):
     """One variant: dtype and rows of a tile."""
+
+    ctas_per_sm = 1
 
     def __init__(self, dtype, rows):
         self.kind, self.dynamic_smem = dtype, rows * 256 + 2 * STAGES * SLAB + 96
-        self.rows, self.threads, self.element = rows, 128 + 2 * rows, DTYPES[dtype]
+        self.rows, self.threads = rows, 128 + 2 * rows
 
     def configure(self):
         """What the base class derives from its tensors; needs the compiler's context."""
@@ -110,14 +111,13 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
         lane: Int32,
         base: Int32,
         maps: tuple,
-        page_row: Int64,
-        page_width: Int32,
-        page_shift: Int32,
+        paging: Paging,
         group: Int32,
         tile_tokens: Int32,
         change: Int32,
     ):
         q_map, k_map, v_map = maps
+        page_row, page_width, page_shift = paging.row, paging.width, paging.shift
         s_k = base + self.rows * 256
         s_v = s_k + STAGES * SLAB
         bars = s_v + STAGES * SLAB
@@ -207,7 +207,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
             else:
                 for j in cutlass.range_constexpr(4):
                     words = [pack(values[r, 8 * j + 2 * g], values[r, 8 * j + 2 * g + 1]) for g in range(4)]
-                    ptx.store_words_if(out + Int64(j * 64 + t * 16), transpose_quad(words, t), exists)
+                    ptx.store_words_if(out + Int64(j * 64 + t * 16), ptx.transpose_quad(words, t), exists)
             if output.lse != 0:
                 # flash-attention-4 takes a row whose sum is NaN for an empty one.
                 nan = (lse[r] == Float32(-Float32.inf)) & (values[r, 0] != values[r, 0])
@@ -223,21 +223,18 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
         tile: Tile,
         output,
         thread: Int32,
-        page_row: Int64,
-        page_width: Int32,
-        pages: Int32,
-        page_shift: Int32,
+        paging: Paging,
         group: Int32,
         causal: Int32,
         scale_log2: Float32,
     ):
         lane = thread & 31
         exists = tile.block_min < tile.block_max
-        bad_pages = self.any_bad_page(tile, lane, page_row, page_width, pages, page_shift)
+        bad_pages = self.any_bad_page(tile, lane, paging)
         unmasked_end = ptx.maximum_i32(tile.block_min, tile.end_of(tile.first_token, causal) // KEYS)
         blocks = Blocks(tile, ptx.select(bad_pages != 0, tile.block_min, unmasked_end))
         ends = [tile.end_of(tile.first_token + row_of(thread, r) // group, causal) - 2 * (lane & 3) for r in (0, 1)]
-        mask = Mask(tuple(ends), bad_pages, page_row, page_width, pages, page_shift)
+        mask = Mask(tuple(ends), bad_pages, paging)
 
         offsets = {"sQ": 0, "sK": self.rows * 256, "sV": self.rows * 256 + STAGES * SLAB}
         tensors = {}
@@ -344,6 +341,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
         found = self.find_tile(index, lane, cu_seqlens, seqused, tokens, requests, reach, tile_tokens)
         tile = self.tile_of(found, head, split, tile_tokens, causal, splits)
         page_row = page_table + Int64(tile.request) * page_table_row
+        paging = Paging(page_row, page_width, pages, page_shift)
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
         scale_log2, change = logit_scale(scale)
@@ -353,7 +351,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
             cute.arch.setmaxregister_decrease(CONSUMER_REGISTERS[self.num_wg_mma][1])
             if (warp == 0) & (tile.block_min < tile.block_max):
                 base = Int32(start.toint())
-                self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, change)
+                self.load(tile, lane, base, maps, paging, group, tile_tokens, change)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.num_wg_mma][0])
             token = Int64(tile.first_row + tile.first_token)
@@ -364,13 +362,8 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
             rows = ptx.maximum_i32(tile.tokens, Int32(0)) * group
             scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
             output = Output(out_at, lse_at, *strides, group, rows, splits, scale_v)
-            paging = (page_row, page_width, pages, page_shift)
-            self.consume(layouts, start, pipelines, tile, output, thread - 128, *paging, group, causal, scale_log2)
+            self.consume(layouts, start, pipelines, tile, output, thread - 128, paging, group, causal, scale_log2)
 
 
 def programs():
-    return [
-        Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows), DenseEntry.example)
-        for dtype in DTYPES
-        for rows in (64, 128)
-    ]
+    return [Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows)) for dtype in DTYPES for rows in (64, 128)]

@@ -51,8 +51,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import hopper, ptx, smem, softmax, tma
-from shared.entries import UnionEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.union_tiles import (
     COUNT_A,
     EDGE_BITS,
@@ -65,12 +64,16 @@ from shared.union_tiles import (
     SCALE,
     TOKEN_MASK,
     V_SCALE,
+    Lists,
+    Scales,
 )
-from shared.union_loaders import GROUP, HALF, LOADER_WARPS, TILE, WIDENERS, UnionLoaders
+from shared.union_loaders import GROUP, HALF, TILE, UnionLoaders
 
 
-class PrefillUnion(UnionEntry, UnionLoaders):
+class PrefillUnion(Kernel, UnionLoaders):
     """One variant: KV dtype."""
+
+    ctas_per_sm = 1
 
     # ---- consumers: pieces of the main loop
 
@@ -384,27 +387,11 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         ptx.wait_for_previous_kernel()
         if warp < self.first_consumer:
             hopper.give_registers(self.registers[0])
-            where = (words, pages, slots, capacity, page_bits)
-            q_at, k_at, v_at = [tma.map_address(m) for m in (q_map, k_map, v_map)]
-            if cutlass.const_expr(self.fp8):
-                if warp == 0:
-                    self.issue_copies(base, q_at, k_at, v_at, *where, lane)
-                widener = warp - LOADER_WARPS
-                if (widener >= 0) & (widener < WIDENERS):
-                    self.widen_blocks(False, base, widener, lane)
-                if widener >= WIDENERS:
-                    self.widen_blocks(True, base, widener - WIDENERS, lane)
-            else:
-                if warp == 0:
-                    self.load_blocks(False, base, k_at, *where, lane)
-                if warp == 1:
-                    self.load_blocks(True, base, v_at, *where, lane)
-                if warp == 3:
-                    self.load_queries(base, q_at, lane)
-            if warp == 2:
-                sources = (tiles, counts, words, pages, choice, k_scale, v_scale, k_scale_head, v_scale_head)
-                shape = (slots, heads, requests, page_bits, capacity, causal, softmax_scale)
-                self.publish_lists(base, *sources, *shape, cta, ctas, lane)
+            maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
+            shape = (slots, heads, requests, page_bits, capacity, causal)
+            lists = Lists(tiles, counts, words, pages, choice, *shape)
+            scales = Scales(k_scale, v_scale, k_scale_head, v_scale_head, softmax_scale)
+            self.load(base, warp, lane, maps, lists, scales, cta, ctas)
         else:
             hopper.take_registers(self.registers[1])
             group = (warp - self.first_consumer) >> 2
@@ -413,7 +400,4 @@ class PrefillUnion(UnionEntry, UnionLoaders):
 
 
 def programs():
-    return [
-        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), UnionEntry.example)
-        for dtype in ("bf16", "f16", "e4m3", "e5m2")
-    ]
+    return [Program(f"prefill_union_{dtype}", PrefillUnion(dtype)) for dtype in ("bf16", "f16", "e4m3", "e5m2")]

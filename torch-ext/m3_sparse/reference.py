@@ -301,7 +301,7 @@ def _quantise(x: torch.Tensor, scale: Optional[torch.Tensor], dtype: torch.dtype
     """A copy in the same dtype; to float8: x / scale, saturated (NaN stays NaN)."""
     if x.dtype == dtype:
         return x
-    x = x.float() if scale is None else x.float() / scale.float().view(-1, 1)
+    x = x.float() if scale is None else x.float() / scale.float().reshape(-1, 1)
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
