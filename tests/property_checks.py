@@ -20,14 +20,15 @@ def refused(arguments):
 
 
 class Device:
-    """A backend of the package (`name`), what it is called in the figures, and where its tensors are."""
+    """A backend of the package (`name`), what it is called in the figures, where its tensors are, and on which architecture
+    the AOT kernels run, if it is them."""
 
-    def __init__(self, name, label, device="cpu"):
-        self.name, self.label, self.device = name, label, device
+    def __init__(self, name, label, device="cpu", architecture=None):
+        self.name, self.label, self.device, self.architecture = name, label, device, architecture
 
     def by_default(self):
         """The backend that the package chooses, for a call that this one refuses."""
-        return Device(None, self.label, self.device)
+        return Device(None, self.label, self.device, self.architecture)
 
     def put(self, move, x):
         return [move(y) for y in x] if isinstance(x, list) else move(x)
@@ -110,6 +111,7 @@ def attention(device, call, dense=False):
         exact,
         arguments["v_cache"].dtype,
         32 * factor,
+        device.architecture,
     )
 
 

@@ -55,7 +55,7 @@ def accuracy() -> str:
     for run in runs:
         if (place := places.get(run["backend"])) is None:
             continue
-        examples[run["op"], place] = run["examples"]
+        examples[run["op"], place] = examples.get((run["op"], place), 0) + run["examples"]
         for what, share in run["largest"].items():
             result, detail = what.split(", ")
             # "decode bfloat16+float8_e4m3fn" is a formulation and dtypes; a score has dtypes alone.

@@ -9,9 +9,10 @@ import test_property_cases as cases
 import torch
 from property_settings import examples
 
-AOT = checks.Device("aot", "aot on a GPU", "cuda")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+AOT = checks.Device("aot", "aot on a GPU", "cuda", "sm_{}{}".format(*CAPABILITY))
 TORCH = checks.Device("torch", "torch on a GPU", "cuda")
-COMPILED = torch.cuda.is_available() and torch.cuda.get_device_capability() in ((9, 0), (10, 0), (10, 3))
+COMPILED = CAPABILITY in ((9, 0), (10, 0), (10, 3))
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="the kernels are compiled for SM90, SM100 and SM103")
 
