@@ -3,27 +3,17 @@
 What the kernels compute is tested in tests/gpu/test_prefill_union_gpu.py.
 """
 
+import functools
+
 import pytest
-from launch_checks import LaunchChecks, error_of, needs_variant, operators
+from launch_checks import LaunchChecks, attention_problem, error_of, needs_variant, operators
 from test_union import layout
 
 check = LaunchChecks(__file__)
 UNION, KV_STATIONARY, DECODE, BY_SEQUENCE, WIDENED = 1, 2, 3, 4, 5
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
-
-def problem(q="bfloat16", kv="bfloat16", tokens=2000, batch=2, heads=(32, 2), pages=5, page=128, width=40, topk=16):
-    """Positional arguments of the operator, contiguous."""
-    import torch
-
-    qt, kt = getattr(torch, q), getattr(torch, kv)
-    query = torch.zeros(tokens, heads[0], 128, dtype=qt)
-    k_cache, v_cache = (torch.zeros(pages, heads[1], page, 128, dtype=torch.float32).to(kt) for _ in range(2))
-    ids = torch.zeros(tokens, heads[1], topk, dtype=torch.int32)
-    table = torch.zeros(batch, width, dtype=torch.int32)
-    cu, used = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-    out, lse = torch.empty_like(query), torch.empty(tokens, heads[0])
-    return [out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, True, None, None]
+problem = functools.partial(attention_problem, tokens=2000, width=40)
 
 
 def plan(arguments, formulation=0):

@@ -504,7 +504,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "-> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+template <class Library>
+static void implement(Library& ops) {
   ops.impl("aot_store_kv", TORCH_BOX(&aot_store_kv));
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
@@ -516,18 +517,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }
 
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { implement(ops); }
+
 // Refused by the launcher, with a clear message, unless the driver works in host memory (the tests' emulator).
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
-  ops.impl("aot_store_kv", TORCH_BOX(&aot_store_kv));
-  ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
-  ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
-  ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
-  ops.impl("aot_dense_attention", TORCH_BOX(&aot_dense_attention));
-  ops.impl("aot_attention_plan", TORCH_BOX(&aot_attention_plan));
-  ops.impl("aot_union_lists", TORCH_BOX(&aot_union_lists));
-  ops.impl("aot_sparse_attention_kv_stationary", TORCH_BOX(&aot_sparse_attention_kv_stationary));
-  ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
-}
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { implement(ops); }
 
 // The first has no tensor to dispatch on.
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, ops) {

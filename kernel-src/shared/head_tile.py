@@ -76,10 +76,11 @@ class HeadTile:
         """Q: 32 words, word 4 j + r = A register r of k step j; heads from `group` on are zeros.
 
         Returns, for rows g and g + 8, the factor > 0 from raw logits to log2 units: a negative `logit_scale` turns
-        the query.
+        the query, one that is NaN or infinite makes NaN of it.
         """
         g, t = lane >> 2, lane & 3
-        to_log2 = logit_scale * Float32(softmax.LOG2_E)
+        to_log2 = softmax.finite_or_nan(logit_scale * Float32(softmax.LOG2_E))
+        spoilt = ptx.select(softmax.is_finite(to_log2), Int32(0), Int32(softmax.NAN_PAIR))
         turn = ptx.select(to_log2 < Float32(0.0), Int32(SIGN_BITS), Int32(0))
         scale = []
         for half in range(2):
@@ -94,9 +95,10 @@ class HeadTile:
             if self.fp8:
                 words, grow = self.to_fp16(words, bf16_query != 0)
                 x = x * grow
-            scale.append(ptx.select(x == Float32(0.0), Float32(softmax.SMALLEST), x))
+            scale.append(ptx.maximum(x, Float32(softmax.SMALLEST)))
             for j in range(8):
-                Q[4 * j + half], Q[4 * j + 2 + half] = words[2 * j] ^ turn, words[2 * j + 1] ^ turn
+                for k in range(2):
+                    Q[4 * j + 2 * k + half] = (words[2 * j + k] ^ turn) | spoilt
         return scale
 
     def to_fp16(self, words, q_is_bf16):
