@@ -359,6 +359,7 @@ def test_no_gpu(cuda_variant):
     """)
     line = refused(code)
     assert "backend 'aot' was asked for by name" in line and "the tensors are on cpu" in line
+    assert "torch can run it: name no backend" in line
 
 
 def merge(**changes):

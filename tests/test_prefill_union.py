@@ -18,7 +18,8 @@ problem = functools.partial(attention_problem, tokens=2000, width=40)
 
 def plan(arguments, formulation=0):
     query, k_cache, v_cache, ids, table, cu, used = arguments[2:9]
-    return operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)[0]
+    made = operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)
+    return made[0].item()
 
 
 @check
@@ -206,7 +207,8 @@ def reports_its_workspace(driver):
         q, cache = torch.empty(tokens, 64, 128, dtype=torch.bfloat16), torch.zeros(4, 4, 128, 128, dtype=torch.bfloat16)
         ids = torch.zeros(1, 4, 16, dtype=torch.int32).expand(tokens, 4, 16)
         table, cu, used = (torch.zeros(n, dtype=torch.int32) for n in ((1, width), 2, 1))
-        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number) for number in (1, 2, 3, 4)}
+        arguments = (ids, table, cu, used, True)
+        found = {number: plan_of(q, cache, cache, *arguments, number).tolist() for number in (1, 2, 3, 4)}
         assert all(number == plan for number, (plan, _) in found.items())
         union, kv_stationary, decode, both = (found[number][1] for number in (1, 2, 3, 4))
         lists = operators().aot_union_lists(q, cache, ids, table, cu, used, True)
@@ -214,7 +216,7 @@ def reports_its_workspace(driver):
         assert both == union + kv_stationary <= 1 << 30
         # A float8 cache widened first: while the copies are there, the partial results are not.
         cache = cache.to(torch.float8_e4m3fn)
-        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number)[1] for number in (1, 2, 4, 5)}
+        found = {number: plan_of(q, cache, cache, *arguments, number)[1].item() for number in (1, 2, 4, 5)}
         copies, partials = 2 * width * 4 * 128 * 256, found[2]
         assert found[5] == union + copies and found[1] == union + (0 if tokens < 1024 else copies)
         assert found[4] == union + max(partials, 0 if tokens < 1024 else copies) <= 1 << 30

@@ -1,4 +1,4 @@
-"""Write the tables of capabilities and accuracy into README.md and CARD.md, that of determinism into docs/determinism.md.
+"""Write the tables of capabilities and accuracy into README.md and CARD.md, that of determinism into README.md.
 
     python tools/readme_table.py [--check]
 
@@ -79,7 +79,9 @@ def stale_documents(table: str) -> dict[Path, str]:
     """The documents whose table differs, with the text that they should have."""
     found = {}
     tables = {"capabilities": table, "accuracy": accuracy()}
-    places = dict.fromkeys(DOCUMENTS, tables) | {"docs/determinism.md": {"determinism": determinism_table.markdown()}}
+    places = dict.fromkeys(DOCUMENTS, tables) | {
+        "README.md": {**tables, "determinism": determinism_table.markdown()},
+    }
     for name, contents in places.items():
         path = ROOT / name
         wanted = text = path.read_text()

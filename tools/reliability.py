@@ -123,7 +123,7 @@ bit for bit, two graphs on two streams, workspaces while the allocator is emptie
 
 ## Determinism
 
-What changes the bits of a result, operation by operation: the table in [determinism.md](determinism.md), made of the structure
+What changes the bits of a result, operation by operation: the table in [README](../README.md#what-changes-a-results-bits), made of the structure
 that tests/test_determinism.py, tests/test_emulated_determinism.py and tests/gpu/test_determinism_gpu.py check.
 
 ## Field bugs

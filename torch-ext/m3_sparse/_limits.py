@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import checks
 from ._ops import ops
@@ -130,21 +131,21 @@ def plan(
     seqused_k: torch.Tensor,
     causal: bool = True,
     formulation: Optional[str] = None,
-) -> tuple[int, int]:
+) -> torch.Tensor:
     """The formulation that sparse_attention takes on aot, a key of PLANS, and the bytes that it allocates beside its
-    results. NotImplementedError if a forced one can't.
+    results, as a tensor of the CPU. NotImplementedError if a forced one can't.
     """
     wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
     tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
     try:
-        number, workspace = ops.aot_attention_plan(*tensors, causal, wanted)
-        return number, workspace
+        made: torch.Tensor = ops.aot_attention_plan(*tensors, causal, wanted)
+        return made
     except RuntimeError as error:
         raise NotImplementedError(f"formulation {formulation!r}: {error}") from error
 
 
 def explain_plan(arguments: dict[str, Any]) -> Optional[str]:
-    """The formulation as a sentence; None where too few arguments are given."""
+    """The formulation as a sentence; None where too few arguments are given, or fake ones."""
     needed = ("q", "k_cache", "v_cache", "block_indices", "block_table", "cu_seqlens_q", "seqused_k")
     if any(arguments.get(name) is None for name in needed):
         return None
@@ -153,7 +154,10 @@ def explain_plan(arguments: dict[str, Any]) -> Optional[str]:
         tensors[name] = int32(tensors[name]) if name != "block_indices" else tensors[name].int()
     given = {name: arguments[name] for name in ("causal", "formulation") if name in arguments}
     try:
-        number, workspace = plan(**tensors, **given)
+        made = plan(**tensors, **given)
+        if isinstance(made, FakeTensor):
+            return None
+        number, workspace = made.tolist()
         return f"{PLANS[number]}; workspace {workspace / 2**20:.1f} MiB"
     except NotImplementedError as error:
         return f"none: {error}"

@@ -240,6 +240,8 @@ def choose(
     if _forced != "torch" and outside_aot is not None:
         reasons.append(outside_aot)
     if reasons:
+        if _forced != "torch" and not refusals(op, "torch", device, dtypes, needs_grad):
+            reasons.append("torch can run it: name no backend, or backend('torch')")
         raise NotImplementedError(
             f"backend {_forced!r} was asked for by name and cannot run this call: "
             + "; ".join([*reasons, HELP.format(op)])

@@ -60,13 +60,28 @@ for _function, _mutated, _fake in (
     torch.library.register_fake(_name)(_fake)
 
 
-def _plan(*arguments: object) -> tuple[int, int]:
-    return 0, 0
+def _plan(*arguments: object) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-def _lists(q: torch.Tensor, *arguments: object, **options: object) -> torch.Tensor:
-    """The size is the launcher's to know."""
-    return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)
+def _lists(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    causal: bool,
+    threshold: float = 0.0,
+) -> torch.Tensor:
+    """Of the size that launch/prefill_union.cpp lays out."""
+    page, requests = k_cache.shape[2], seqused_k.shape[0]
+    slots = q.shape[0] // 8 + requests + 1
+    blocks = torch.sym_max((torch.sym_min(block_table.shape[1] * page, 2**31 - 1) + 127) // 128, 1)
+    items = slots * k_cache.shape[1]
+    records = items * torch.sym_min(8 * block_indices.shape[2], blocks)
+    sizes = (slots * 32, items * 4, records * 4, records * (512 // page), requests * 4)
+    return q.new_empty(sum((size + 255) // 256 * 256 for size in sizes), dtype=torch.uint8)
 
 
 # The operators of the C++ extension, where this build has it.
