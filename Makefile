@@ -38,10 +38,11 @@ fuzz:
 	@.venv/bin/python tools/build.py cuda >/dev/null
 	@.venv/bin/python tools/fuzz.py --seconds $(SECONDS)
 
-# Seeded faults in the package and the launcher, one at a time: do the tests notice? Writes docs/mutation.md.
+# Seeded faults in the package, the launcher and the kernels, one at a time: do the tests notice? Writes docs/mutation.md.
+# ONLY: those whose name, file or program has this in it.
 mutants:
 	@$(PYTHON) tools/environment.py requirements-test.txt
-	@.venv/bin/python tests/mutation.py --write
+	@.venv/bin/python tests/mutation.py --write $(if $(ONLY),--only "$(ONLY)")
 
 # compute-sanitizer's four tools over every SM90 program, on a GPU; their reports go to build/sanitizer.log.
 SANITIZER ?= compute-sanitizer

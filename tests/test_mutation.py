@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import harmless_faults
 import mutants
 import mutation
 import pytest
@@ -48,3 +49,10 @@ def test_the_page_is_made_of_the_results():
     assert mutation.PAGE.read_text() == mutation.page(results)
     assert {row["fault"] for row in results["sources"]} == {mutant.fault for mutant in mutants.ALL}
     assert all(row["verdict"] == mutation.KILLED for row in results["sources"])
+
+
+def test_each_fault_of_a_kernel_is_noticed_or_declared_harmless():
+    kernels = json.loads(mutation.RESULTS.read_text())["kernels"]
+    assert all(mutation.settled(found) for found in kernels.values())
+    reasons = {fault["harmless"] for found in kernels.values() for fault in found["harmless"]}
+    assert reasons == {entry.why for entry in harmless_faults.HARMLESS}

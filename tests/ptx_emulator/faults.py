@@ -1,7 +1,8 @@
 """Fault injection: programs with one detail broken, and what notices it.
 
 A mutant is a text with one edit: a wait, fence, commit or arrival dropped, a parity flipped, a byte count, descriptor,
-swizzle or offset changed. `judge` runs it under several policies until something is wrong.
+swizzle or offset changed. `judge` runs it under several policies until something is wrong. Some policies are edits of the
+text too, which change no correct program: some warps fall behind at every wait, or shared memory begins as something else.
 """
 
 import json
@@ -20,7 +21,7 @@ from ptx_emulator.parser import Unsupported
 RECORDS = Path(__file__).resolve().parents[2] / "build" / "ptx_emulator" / "faults"
 
 GUARD = r"(?:@!?[%\w$]+\s+)?"
-# Policies in the order in which they are tried.
+# Policies in the order in which they are tried; behind the comma: one of VARIATIONS.
 POLICIES = (
     "eager+race",
     "late+race",
@@ -30,7 +31,11 @@ POLICIES = (
     "late:tma",
     "late:tcgen05",
     "late:bulk store",
+    *(f"eager, warpgroup {i} falls behind" for i in range(4)),
+    *(f"eager, warp {i} of four falls behind" for i in range(4)),
+    *(f"eager, other shared memory {i}" for i in range(3)),
 )
+BEFORE, BEHIND = 6, 3  # instructions around a mutant by which it is known again
 
 
 @dataclass
@@ -39,6 +44,7 @@ class Mutant:
     line: int
     text: str  # of the whole program
     edited: str  # the instruction as it was
+    around: str = ""  # instructions about it, in one line, without the numbers of registers and labels
 
 
 def dropped(match):
@@ -125,11 +131,47 @@ CATALOGUE = [
 ]
 
 
-def limited(policy, instructions=3_000_000):
+def limited(policy, instructions=10_000_000):
     """The policy with an end for programs that spin."""
-    made = emulator.Policy.parse(policy)
+    made = emulator.Policy.parse(policy.partition(",")[0])
     made.max_instructions = instructions
     return made
+
+
+def behind(shift, mask, value):
+    """An edit: warps whose (thread >> shift) & mask is `value` let all others go on at every wait and barrier."""
+    sleep = " @!slow bra awake;" + " nanosleep.u32 1;" * 3 + " awake:"
+    pause = f" {{ .reg .pred slow; .reg .b32 me; mov.u32 me, %tid.x; shr.u32 me, me, {shift}; and.b32 me, me, {mask};"
+    pause += f" setp.eq.u32 slow, me, {value};{sleep} }}"
+    waits = re.compile(r"^.*(?:mbarrier\.(?:try|test)_wait|\b(?:bar|barrier)\.(?:cta\.)?sync).*[};]$", re.MULTILINE)
+    return lambda text: waits.sub(lambda match: match[0] + pause, text)
+
+
+def filled(even, odd):
+    """An edit: the first warp fills shared memory with two words in turn before the other warps run."""
+    fill = (
+        "\n{ .reg .pred go, even; .reg .b32 at, left, bits; mov.u32 left, %tid.x; setp.gt.u32 go, left, 31; "
+        "@go bra filled; shl.b32 at, left, 2; mov.u32 bits, __dynamic_shmem__0; add.u32 at, at, bits; "
+        "and.b32 bits, at, 4; setp.eq.u32 even, bits, 0; mov.u32 left, %dynamic_smem_size; "
+        f"selp.b32 bits, {even}, {odd}, even; "
+        "fill: st.shared.b32 [at], bits; add.u32 at, at, 128; sub.s32 left, left, 128; setp.gt.s32 go, left, 0; "
+        "@go bra fill; fence.proxy.async.shared::cta; filled: }\n"
+    )
+    declared = re.compile(r"^\{\n(?:\s*\.reg[^;]*;.*\n)+", re.MULTILINE)
+    return lambda text: declared.sub(lambda match: match[0] + fill, text, count=1)
+
+
+VARIATIONS = {
+    **{f"warpgroup {i} falls behind": behind(7, 7, i) for i in range(4)},
+    **{f"warp {i} of four falls behind": behind(5, 3, i) for i in range(4)},
+    **{f"other shared memory {i}": filled(*words) for i, words in enumerate(((0, 0), (-1, 0), (0, -1)))},
+}
+
+
+def varied(text, policy):
+    """The text as a policy wants it."""
+    variation = policy.partition(", ")[2]
+    return VARIATIONS[variation](text) if variation else text
 
 
 def replaced(text, match):
@@ -145,6 +187,31 @@ def executed_lines(program):
         if count:
             lines.update(instruction.line for instruction in block)
     return lines
+
+
+def plain(line):
+    """An instruction without the numbers of registers and labels, which every compilation draws anew."""
+    return re.sub(r"\$L\w+", "$L", re.sub(r"(%[a-z]+)\d+", r"\1", " ".join(line.split())))
+
+
+def surroundings(text, match):
+    """The instruction between its neighbours: marked, in one line."""
+
+    def instructions(part):
+        lines = (line.strip() for line in part.splitlines())
+        return [plain(line) for line in lines if line and not line.startswith(("//", "."))]
+
+    before, behind = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
+    near = (
+        instructions(text[max(0, before - 4000) : before])[-BEFORE:],
+        instructions(text[behind : behind + 4000])[:BEHIND],
+    )
+    here = (
+        plain(text[before : match.start()]),
+        plain(text[match.start() : match.end()]),
+        plain(text[match.end() : behind]),
+    )
+    return " ".join([*near[0], here[0], ">>", *here[1:], *near[1]])
 
 
 def mutants(text, program):
@@ -163,26 +230,33 @@ def mutants(text, program):
         step = -(-len(found) // most)
         for line, match in found[:: step or 1]:
             changed = text[: match.start()] + edit(match) + text[match.end() :]
-            result.append(Mutant(kind, line, changed, " ".join(match[0].split())))
+            around = surroundings(text, match)
+            result.append(Mutant(kind, line, changed, " ".join(match[0].split()), around))
     return result
 
 
-def judge(run, mutant, policies=POLICIES):
-    """What notices the mutant, or None. `run(text, policy)` returns (result right?, reports)."""
+def judge(problems, mutant, policies=POLICIES):
+    """What notices the mutant, or None. Each problem: `run(text, policy)` returns (result right?, reports)."""
     for policy in policies:
-        try:
-            right, reports = run(mutant.text, policy)
-        except Unsupported:
-            raise
-        except emulator.DeadlockError:
-            return f"{policy}: deadlock"
-        except emulator.EmulatorError:
-            return f"{policy}: fault"
-        if reports:
-            return f"{policy}: {'race' if reports[0].startswith('race') else 'report'}"
-        if not right:
-            return f"{policy}: wrong result"
+        for number, run in enumerate(problems):
+            if what := trial(run, mutant.text, policy):
+                return f"{policy}: {what}" + (f" in problem {number + 1}" if number else "")
     return None
+
+
+def trial(run, text, policy):
+    """What is wrong with one run, or None."""
+    try:
+        right, reports = run(varied(text, policy), policy)
+    except Unsupported:
+        raise
+    except emulator.DeadlockError:
+        return "deadlock"
+    except emulator.EmulatorError:
+        return "fault"
+    if reports:
+        return "race" if reports[0].startswith("race") else "report"
+    return None if right else "wrong result"
 
 
 def table(verdicts):
@@ -190,32 +264,35 @@ def table(verdicts):
     rows = ["| fault | mutants | noticed | by |", "|---|---|---|---|"]
     for kind in dict.fromkeys(m.kind for m, _ in verdicts):
         mine = [v for m, v in verdicts if m.kind == kind]
-        by = Counter(v.split(": ")[1] for v in mine if v)
+        by = Counter(v.split(": ")[1].split(" in problem")[0] for v in mine if v)
         rows.append(f"| {kind} | {len(mine)} | {sum(v is not None for v in mine)} | "
                     + ", ".join(f"{what} {n}" for what, n in by.most_common()) + " |")  # fmt: skip
     total = sum(v is not None for _, v in verdicts)
     return "\n".join([*rows, f"| all | {len(verdicts)} | {total} | |"])
 
 
-def record(name, verdicts):
-    """Keeps what noticed a program's mutants in build/, for the tables of the documentation."""
+def record(name, verdicts, reasons):
+    """Keeps what noticed a program's mutants in build/, for docs/mutation.md. `reasons`: why one is harmless, or None."""
     RECORDS.mkdir(parents=True, exist_ok=True)
-    rows = [(mutant.kind, mutant.line, mutant.edited, by) for mutant, by in verdicts]
+    rows = [
+        {"kind": m.kind, "line": m.line, "at": m.edited, "around": m.around, "by": by, "harmless": why}
+        for (m, by), why in zip(verdicts, reasons)
+    ]
     (RECORDS / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def main():
-    """The tables: by kind, by program, and what nothing noticed."""
-    every, programs, left = [], [], []
+    """By kind, and what nothing noticed."""
+    every, left = [], []
     for path in sorted(RECORDS.glob("*.json")):
         rows = json.loads(path.read_text())
-        every += [(Mutant(kind, line, "", ""), by) for kind, line, _, by in rows]
-        seen = sum(by is not None for *_, by in rows)
-        programs.append(f"| {path.stem} | {len(rows)} | {seen} |")
-        left += [f"| {path.stem} | {line} | {kind} | `{edited}` |" for kind, line, edited, by in rows if by is None]
-    print(table(every))
-    print("\n| program | mutants | noticed |\n|---|---|---|", *programs, sep="\n")
-    print("\n| not noticed in | PTX line | fault | at |\n|---|---|---|---|", *left, sep="\n")
+        every += [(Mutant(row["kind"], row["line"], "", ""), row["by"]) for row in rows]
+        left += [
+            f"{path.stem}, PTX line {row['line']}: {row['kind']}, {row['harmless'] or 'NOT DECLARED'}\n    {row['around']}"
+            for row in rows
+            if row["by"] is None
+        ]
+    print(table(every), "", *left, sep="\n")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def main(arch):
         return bool(right), reports
 
     for policy in faults.POLICIES:
-        assert run(text, policy) == (True, []), f"the program itself fails under {policy}"
-    verdicts = [(m, faults.judge(run, m)) for m in faults.mutants(text, load(text, None))]
+        assert faults.trial(run, text, policy) is None, f"the program itself fails under {policy}"
+    verdicts = [(m, faults.judge([run], m)) for m in faults.mutants(text, load(text, None))]
     print(faults.table(verdicts))
     for mutant, by in verdicts:
         if by is None:
