@@ -19,7 +19,7 @@ test:
 EXAMPLES ?= 10000
 property:
 	@$(PYTHON) tools/environment.py requirements-test.txt
-	@.venv/bin/python -m pytest -s tests/test_property.py --examples $(EXAMPLES) $(if $(SEED),--property-seed $(SEED)) $(PYTEST_ARGS)
+	@.venv/bin/python -m pytest -s -n auto --maxprocesses 6 --dist worksteal tests/test_property.py --examples $(EXAMPLES) $(if $(SEED),--property-seed $(SEED)) $(PYTEST_ARGS)
 
 # Both variants, in build/.
 build:

@@ -1,7 +1,8 @@
 """Sparse prefill attention on one GPU: the default and every forced formulation, over length, selection and dtype.
 
     python benchmarks/benchmark_prefill.py --variant build/torch-stable-abi211-cu130-x86_64-linux [--results FILE]
-        [--cases prefill_cases.json] [--curve] [--end-to-end] [--sweep] [--skip-table] [--peers NAME ...] [--seconds 300]
+        [--cases prefill_cases.json] [--curve] [--end-to-end] [--sweep] [--broken] [--skip-table] [--peers NAME ...]
+        [--seconds 300]
 
 64/4 heads, pages of 128 at random places, causal, queries the last q_len tokens; selections and u(4) by selections.py.
 Protocol: a case is a CUDA graph of one call of the public function. Cold: the median over replays, each behind a write of
@@ -13,6 +14,7 @@ no such row. --curve: the default and the peers over the length of the context, 
 where the table's cases are not already.
 --end-to-end: selection and attention of a 131,072-token prompt, with the memory they take above inputs and outputs.
 --sweep: short queries, by every formulation: where torch-ext/launch/prefill.cpp puts its thresholds.
+--broken: what NaN in V costs, by the share of blocks that hold one: tiles whose rows see one are computed once more.
 Peers (peers.py) run on the same problems in the same run; their answers are compared with ours.
 """
 
@@ -247,6 +249,33 @@ def sweep(m3_sparse, options, flush):
                 print(f"{dtype} | {batch} x {q_len} / {kv_len} | {kind} | {cells}", flush=True)
 
 
+def broken(m3_sparse, options, flush):
+    """One NaN in the first token of some blocks' V."""
+    print("\nNaN in V, ms cold: dtype | q / kv | selection | blocks with one | rows with one | union | kv_stationary")
+    for dtype in options.dtype or DTYPES:
+        for kind in KINDS:
+            case = Case(dtype, [8192], [8192], kind)
+            pages = case.table[0].long()
+            for count in (0, 1, 4, 16, len(pages)):
+                if late(options):
+                    return
+                raw = case.v.view(torch.uint8)
+                raw[pages[:count], :, 0, case.v.element_size() - 1] = 0x7F  # of bf16 the upper byte
+                if dtype == "bf16":
+                    raw[pages[:count], :, 0, 0] = 0xFF
+                cells = []
+                for formulation in FORMULATIONS:
+                    cold, _ = timed(lambda c=case, f=formulation: c.run(m3_sparse, f), flush, 8)
+                    cells.append(f"{cold:.3f}")
+                rows = torch.isnan(case.out).any(2).float().mean().item()
+                print(
+                    " | ".join([dtype, "8192 / 8192", kind, f"{count} of {len(pages)}", f"{rows:.0%}", *cells]),
+                    flush=True,
+                )
+            del case
+            torch.cuda.empty_cache()
+
+
 class Mean:
     """What rows_of wants of a case, of the mean over many."""
 
@@ -370,6 +399,7 @@ def main():
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--broken", action="store_true")
     parser.add_argument("--skip-table", action="store_true", help="only what the other options ask for")
     peers.add_option(parser)
     parser.add_argument("--seconds", type=float, default=300, help="start no new case after this time")
@@ -386,6 +416,8 @@ def main():
         table(m3_sparse, options, flush, rate, [case for case in CURVE if case not in CASES], ())
     if options.sweep:
         sweep(m3_sparse, options, flush)
+    if options.broken:
+        broken(m3_sparse, options, flush)
     if options.cases:
         weighted(m3_sparse, options, flush, rate)
     if options.end_to_end:

@@ -71,7 +71,7 @@ def compile_file(out, kernel_file, arch, digest, only=None):
                 continue
             # The default entry name mangles all argument types and is cut at 180 characters.
             program.kernel.kernel.set_name_prefix(f"m3s_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-            compiled = cute.compile(program.kernel.entry, *program.example, make_fake_stream())
+            compiled = cute.compile(program.kernel.entry, make_fake_stream(), *program.kernel.examples())
             artifacts = compiled.artifacts
             if not isinstance(artifacts.CUBIN, bytes):
                 raise RuntimeError(f"{name}: the DSL kept no cubin")

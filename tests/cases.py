@@ -279,6 +279,17 @@ def poison_unselected(case, ids):
         row += q_len
 
 
+WILD = (-(2**31), -1, 0, 5, 2**30, 2**31 - 1)
+
+
+def spoil(gen, *tensors):
+    """Puts numbers that mean nothing into 40 % of the entries of lengths, offsets, pages or ids."""
+    wild = torch.tensor(WILD, dtype=torch.int32)
+    for tensor in tensors:
+        at = torch.rand(tensor.shape, generator=gen) < 0.4
+        tensor[at] = wild[torch.randint(0, len(wild), tensor.shape, generator=gen)][at]
+
+
 def nan_like(shape, dtype):
     """An output buffer that shows every row left unwritten."""
     return torch.full(shape, float("nan"), dtype=dtype)

@@ -14,6 +14,20 @@ import m3_sparse
 BF16, INF = torch.bfloat16, float("inf")
 GROUP16 = (16, 1)  # heads that every formulation takes
 
+# A program: the package at sys.argv[1] where an import of what compiles, or of what its launches don't need, raises.
+BARE = """if True:
+    import importlib.util, sys, torch
+    for name in ("cutlass", "quack", "flash_attn", "triton", "cuda", "tvm_ffi", "kernels"):
+        sys.modules.setdefault(name, None)
+    folder = sys.argv[1]
+    spec = importlib.util.spec_from_file_location(
+        "m3_sparse", folder + "/__init__.py", submodule_search_locations=[folder])
+    sys.modules["m3_sparse"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    package.explain("sparse_attention")
+    out, lse = package.merge_states(torch.ones(2, 1, 1, 128), torch.zeros(2, 1, 1))
+    assert torch.equal(out, torch.ones(1, 1, 128))"""
+
 
 def mover(device):
     """A function that moves tensors to a device: each distinct buffer once, its views laid over the copy with the same
@@ -52,22 +66,20 @@ class Backend:
         union = case.q.shape[1] == 16 * case.k_cache.shape[1]
         return (None, "decode", "kv_stationary", "union") if union else (None, "decode", "kv_stationary")
 
-    def sparse(self, case, **options):
+    def attend(self, call, function, case, **options):
         """(out, lse) on the CPU; both start as NaN, so that a row left unwritten shows."""
         case = moved(case, self.device)
         out = cases.nan_like(case.q.shape, case.q.dtype).to(self.device)
         lse = cases.nan_like(case.q.shape[:2], torch.float32).to(self.device)
         with m3_sparse.backend(self.name):
-            out, lse = cases.call_sparse(m3_sparse.sparse_attention, case, out=out, lse=lse, **options)
+            out, lse = call(function, case, out=out, lse=lse, **options)
         return out.cpu(), lse.cpu()
 
+    def sparse(self, case, **options):
+        return self.attend(cases.call_sparse, m3_sparse.sparse_attention, case, **options)
+
     def dense(self, case, **options):
-        case = moved(case, self.device)
-        out = cases.nan_like(case.q.shape, case.q.dtype).to(self.device)
-        lse = cases.nan_like(case.q.shape[:2], torch.float32).to(self.device)
-        with m3_sparse.backend(self.name):
-            out, lse = cases.call_dense(m3_sparse.dense_attention, case, out=out, lse=lse, **options)
-        return out.cpu(), lse.cpu()
+        return self.attend(cases.call_dense, m3_sparse.dense_attention, case, **options)
 
     def every(self, case, formulations=None, **options):
         """{formulation: (out, lse)}."""
@@ -108,7 +120,7 @@ class Backend:
             epsilon = epsilon * 64  # tensor cores add fp8 products with fewer bits than fp32 has
         finite = ~want.isinf()
         assert ((scores.double() - want).abs() <= epsilon[..., None])[finite].all()
-        counts = oracle.candidates(*lengths.values(), args[2], args[1].shape[1], len(ids))
+        counts = counts_of(case)
         names = {"topk": "topk", "local_blocks": "local", "init_blocks": "init"}
         rules = {names[k]: v for k, v in options.items()}
         oracle.check_selection(ids, want, epsilon, counts, **rules)
@@ -146,6 +158,12 @@ class Backend:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+
+
+def counts_of(case):
+    """Candidates of each row."""
+    args, lengths = case.index()
+    return oracle.candidates(*lengths.values(), args[2], args[1].shape[1], len(args[0]))
 
 
 def make(q_lens, kv_lens, heads=GROUP16, **options):

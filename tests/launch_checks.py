@@ -65,6 +65,22 @@ def operators():
     return getattr(torch.ops, name)
 
 
+def attention_problem(
+    q="bfloat16", kv="bfloat16", tokens=3, batch=2, heads=(32, 2), pages=5, page=128, width=4, topk=16
+):
+    """Positional arguments of the operator sparse_attention, contiguous; `width` is the page table's."""
+    import torch
+
+    qt, kt = getattr(torch, q), getattr(torch, kv)
+    query = torch.zeros(tokens, heads[0], 128, dtype=qt)
+    k_cache, v_cache = (torch.zeros(pages, heads[1], page, 128, dtype=torch.float32).to(kt) for _ in range(2))
+    ids = torch.zeros(tokens, heads[1], topk, dtype=torch.int32)
+    table = torch.zeros(batch, width, dtype=torch.int32)
+    cu, used = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    out, lse = torch.empty_like(query), torch.empty(tokens, heads[0])
+    return [out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, True, None, None]
+
+
 def error_of(call, *arguments):
     """The text of the RuntimeError that a call must raise."""
     try:

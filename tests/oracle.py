@@ -177,7 +177,10 @@ def _attention(
                 values = [read_block(v_cache, table_row, kv_head, x, end) for x in blocks]
                 if sum(map(len, keys)) == 0:
                     continue
-                keys = torch.cat(keys) * _scale_of(k_scale, kv_head)
+                of_keys = _scale_of(k_scale, kv_head)
+                if not math.isfinite(of_keys * softmax_scale):
+                    of_keys = math.nan
+                keys = torch.cat(keys) * of_keys
                 values = torch.cat(values) * _scale_of(v_scale, kv_head)
                 query = q[row, kv_head * group : (kv_head + 1) * group].double()
                 logits = query @ keys.T * softmax_scale
@@ -310,7 +313,7 @@ def fp8_encode(x, scale, dtype):
     """bytes of fp8(clamp(float32(x) / scale)): nearest value, ties to the even code, saturating; NaN stays NaN."""
     values = fp8_values(dtype)
     positive = values[:127] if dtype == torch.float8_e4m3fn else values[:124]
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         scaled = x.float().numpy() / np.float32(scale)
     magnitude = np.minimum(np.abs(scaled.astype(np.float64)), positive[-1])
     above = np.searchsorted(positive, np.where(np.isnan(magnitude), 0, magnitude))

@@ -20,14 +20,15 @@ def refused(arguments):
 
 
 class Device:
-    """A backend of the package (`name`), what it is called in the figures, and where its tensors are."""
+    """A backend of the package (`name`), what it is called in the figures, where its tensors are, and on which architecture
+    the AOT kernels run, if it is them."""
 
-    def __init__(self, name, label, device="cpu"):
-        self.name, self.label, self.device = name, label, device
+    def __init__(self, name, label, device="cpu", architecture=None):
+        self.name, self.label, self.device, self.architecture = name, label, device, architecture
 
     def by_default(self):
         """The backend that the package chooses, for a call that this one refuses."""
-        return Device(None, self.label, self.device)
+        return Device(None, self.label, self.device, self.architecture)
 
     def put(self, move, x):
         return [move(y) for y in x] if isinstance(x, list) else move(x)
@@ -55,6 +56,18 @@ def _untouched(view, buffer, what):
         assert (rest == fill).all(), f"bytes beside {what} were written"
 
 
+def _without_spoilt(out, exact, v_scale, heads):
+    """No element is finite in rows that see something through a v_scale that is not; they are judged by that alone, and
+    returned as 0."""
+    bad = ~v_scale.flatten().isfinite().expand(heads)
+    spoilt = bad.repeat_interleave(out.shape[1] // heads) & (exact.lse != -INF)
+    assert not out.cpu()[spoilt].isfinite().any(), "a finite result through a v_scale that is not"
+    at = spoilt[..., None]
+    out = out.cpu().masked_fill(at, 0)
+    sizes = {name: getattr(exact, name).masked_fill(at, 0) for name in ("out", "weighed", "mass")}
+    return out, exact._replace(**sizes)
+
+
 def attention(device, call, dense=False):
     op = "dense_attention" if dense else "sparse_attention"
     story, arguments = call.story, dict(call.arguments)
@@ -75,7 +88,7 @@ def attention(device, call, dense=False):
         formulation = None
         del arguments["formulation"]
         result, placed = device.call(getattr(m3_sparse, op), arguments)
-    out, lse = result if story["return_lse"] else (result, None)
+    out, lse = result if story["return_lse"] else (result, placed.get("lse"))
     for name, got in (("out", out), ("lse", lse)):
         if story[name] is not None:
             assert got is placed[name], f"{name} given, another one returned"
@@ -85,7 +98,10 @@ def attention(device, call, dense=False):
     exact = getattr(oracle, op)(*call.exact, **call.named, sizes=True)
     kind = "torch" if device.name == "torch" else "dense" if dense else formulation or "kv_stationary"
     v_scale = call.arguments.get("v_scale")
-    factor = 1.0 if v_scale is None or not v_scale.numel() else float(v_scale.max())
+    factor = 1.0
+    if v_scale is not None and v_scale.numel():
+        factor = float(v_scale.abs().nan_to_num(1, 1, 1).max())
+        out, exact = _without_spoilt(out, exact, v_scale, arguments["k_cache"].shape[1])
     bounds.attention(
         op,
         device.label,
@@ -95,6 +111,7 @@ def attention(device, call, dense=False):
         exact,
         arguments["v_cache"].dtype,
         32 * factor,
+        device.architecture,
     )
 
 
@@ -170,5 +187,5 @@ def merge(device, call):
     property_settings.count("merge_states", device.label, calls=1, examples=1)
     (out, lse), _ = device.call(m3_sparse.merge_states, call.arguments)
     exact = oracle.merge_states(*call.exact, sizes=True)
-    assert out.dtype == call.arguments["out_dtype"]
+    assert out.dtype == (call.arguments["out_dtype"] or call.exact[0].dtype)
     bounds.attention("merge_states", device.label, "merge", out.cpu(), lse.cpu(), exact, call.exact[0].dtype)

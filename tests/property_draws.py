@@ -23,8 +23,12 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
+# The least bit pattern, but for the sign, of what is not finite.
+NOT_FINITE = dict(zip(DTYPES.values(), (0x7F80, 0x7C00, 0x7F800000, 0x7F, 0x7C)))
 WILD32 = (-1, -2, -(2**31), 2**31 - 1, 2**30, 1 << 20, 5000)
+ODD_SCALES = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -0.7, -2.0, 1e-3, 1e-30, 30.0)
 WILD64 = (*WILD32, 2**31, -(2**31) - 1, 2**40, -(2**63), 2**63 - 1)
+SOFTMAX_SCALES = (0.0, -0.0, 1.0, -0.3, 0.02, 3, 1e-30, float("nan"), float("inf"), -float("inf"))
 Q_LENS = st.one_of(st.integers(0, 4), st.sampled_from([1, 1, 8, 9, 16, 17, 33]))
 KV_LENS = st.one_of(
     st.integers(0, 300), st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 130, 191, 255, 256, 257, 384])
@@ -142,10 +146,13 @@ def scale_of(draw, heads):
         return None
     gen = cases.generator(draw(st.integers(0, 2**20)))
     values = 0.25 + 2 * torch.rand(2 * heads, generator=gen)
+    if some(draw, False, False, True) and heads:  # of some heads, or of all
+        at = torch.rand(2 * heads, generator=gen) < some(draw, 0.3, 1)
+        values[at] = draw(st.sampled_from(ODD_SCALES))
     if form == "one":
-        return some(draw, values[:1], values[0])
+        return some(draw, values[:1], values[0], values[:1].view(1, 1))
     if form == "heads":
-        return values[:heads]
+        return some(draw, values[:heads], values[:heads].view(heads, 1))
     return values[::2] if form == "strided" else values[:1].expand(heads)
 
 
@@ -185,12 +192,19 @@ def in_pages(cache, seqused, leftpad):
 
 def plain_zero(x):
     """NaN and infinities of a cache become zeros, in place: for draws in which poison would be visible."""
-    x.copy_(x.float().nan_to_num(0, 0, 0).to(x.dtype))
+    if x.dim() > 2 and x.stride(0) == cases.DIM:  # overlapping pages: each token once
+        x = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]
+    bits, least = x.view(whole), NOT_FINITE[x.dtype]
+    bits.masked_fill_((bits & torch.iinfo(whole).max) >= least, 0)
 
 
 def tamper(draw, case, table_name, caches):
     """Lengths, page numbers and strides that are legal and odd; changes the case. Returns what else was done."""
-    what = some(draw, "nothing", "nothing", "pages", "beyond", "negative", "shared", "expanded pages", "expanded heads")
+    what = some(
+        draw, "nothing", "nothing", "nothing", "pages", "pages", "beyond", "beyond", "negative", "negative", "shared",
+        "shared", "expanded pages", "expanded pages", "expanded heads", "expanded heads", "no pages", "no columns",
+    )  # fmt: skip
     table = getattr(case, table_name)
     if what in ("beyond", "shared", "expanded pages", "expanded heads"):
         for name in caches:
@@ -212,6 +226,11 @@ def tamper(draw, case, table_name, caches):
             x = getattr(case, name)
             if x.dim() == 4:
                 setattr(case, name, x[:, :1].expand(x.shape))
+    elif what == "no pages":
+        for name in caches:
+            setattr(case, name, getattr(case, name)[:0])
+    elif what == "no columns":
+        table = table[:, :0]
     setattr(case, table_name, table)
     return what
 
@@ -272,7 +291,8 @@ def rescaled(draw, case):
 
 
 def attention_options(draw, space, case, dense):
-    options = {"causal": draw(st.booleans()), "softmax_scale": some(draw, None, None, None, 0.0, 1.0, -0.3, 0.02, 3)}
+    softmax_scale = some(draw, None, None, None, None, *SOFTMAX_SCALES)
+    options = {"causal": draw(st.booleans()), "softmax_scale": softmax_scale}
     heads = case.k_cache.shape[1]
     if draw(st.booleans()):
         options["k_scale"], options["v_scale"] = scale_of(draw, heads), scale_of(draw, heads)
@@ -294,6 +314,8 @@ def attention(draw, space, dense=False):
         what = tamper(draw, case, "block_table", ("k_cache", "v_cache"))
         if dense and not space.expanded_dense and what.startswith("expanded"):
             case.k_cache, case.v_cache = case.k_cache.contiguous(), case.v_cache.contiguous()
+        if what == "nothing" and some(draw, False, False, True):  # K and V that lie differently
+            case.v_cache = case.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
         caches, table = (case.k_cache, case.v_cache), widen(draw, case.block_table)
         used = strided_indices(draw, case.seqused_k)
         lengths = {"seqused_k": used}
@@ -318,7 +340,8 @@ def formulation_of(draw, space, case):
 
 def selection_of(draw, case, space):
     ids = case.ids
-    form = some(draw, "as drawn", "as drawn", "head-major", "unaligned", "garbage", "one for all", "repeated")
+    often = ("as drawn", "as drawn", "head-major", "unaligned", "garbage", "one for all", "repeated")
+    form = some(draw, *often, *often, "none")
     if form == "garbage":
         ids = garbled(draw, ids, 0.4)
     elif form == "one for all" and ids.shape[1]:
@@ -329,6 +352,8 @@ def selection_of(draw, case, space):
         ids = cases.head_major(ids)
     elif form == "unaligned":
         ids = cases.unaligned(ids)
+    elif form == "none":
+        ids = ids[..., :0]
     if some(draw, False, False, True):
         ids = ids.long()
         if form == "garbage":
@@ -358,7 +383,7 @@ def outputs(draw, q):
         buffer.fill_(float("nan"))
         story["lse"] = lse
         story["buffers"].append((lse, buffer))
-    story["return_lse"] = story["lse"] is not None or some(draw, True, True, False)
+    story["return_lse"] = some(draw, True, True, False)
     return story
 
 
@@ -420,7 +445,7 @@ def scoring(draw, space, op):
     if space.backend == "aot" and not pow2 and (q_dtype.itemsize == 1 or len(case.q) > 32 * len(kv_lens)):
         case.index_q = case.index_q[:, :1]
     case.index_q = (case.index_q * some(draw, 1, 1, 0, 1e-3, 30)).to(q_dtype)
-    query, _ = strided_rows(draw, case.index_q) if q_dtype.itemsize > 1 else (case.index_q, None)
+    query = some_rows(draw, case.index_q)
     special_keys(draw, case)
     cu = strided_indices(draw, case.cu_seqlens_q)
     if case.kv_lens and draw(st.integers(0, 3)) == 0:
@@ -539,6 +564,8 @@ def merge(draw, space):
     dead = torch.rand(shape, generator=gen) < some(draw, 0, 0.3, 1)
     lses[dead] = -float("inf")
     outs[dead] = float("nan")
+    if out_dtype == dtype:
+        out_dtype = some(draw, dtype, None)
     special = some(draw, "no", "no", "no", "nan", "inf")
     if special != "no" and lses.numel():
         lses[torch.rand(shape, generator=gen) < 0.1] = float(special)

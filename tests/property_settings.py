@@ -6,6 +6,7 @@ others, reproducibly. A failure says both, and hypothesis prints the smallest fa
 
 import functools
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def examples(op, backend):
 
         @functools.wraps(test)
         def run(*args, **kwargs):
-            started = time.monotonic()
+            started = _progress[op, backend] = time.monotonic()
             try:
                 drawn(*args, **kwargs)
             except BaseException:
@@ -76,6 +77,7 @@ def examples(op, backend):
 
 # ------------------------------------------------------------------------------------------------------------- figures
 
+_progress = {}  # (op, backend) -> when it began
 # (op, backend) -> [calls, checked results, {what: (largest ratio to the bound, of what draw)}]
 _seen = {}
 
@@ -84,6 +86,10 @@ def count(op, backend, calls=0, examples=0):
     entry = _seen.setdefault((op, backend), {"examples": 0, "calls": 0, "largest": {}})
     entry["calls"] += calls
     entry["examples"] += examples
+    wanted = number(op, backend)
+    if wanted >= 1000 and entry["examples"] % (wanted // 10) == 0 and (op, backend) in _progress:
+        seconds = time.monotonic() - _progress[op, backend]
+        print(f"{op} on {backend}: {entry['examples']} of {wanted} examples, {seconds:.0f} s", file=sys.stderr)
 
 
 def ratio(op, backend, what, value):
@@ -92,14 +98,16 @@ def ratio(op, backend, what, value):
 
 
 def record(op, backend, seconds):
-    """Print the figures of an operation, and keep them where a folder was given."""
+    """Print the figures of an operation, and keep them where a folder was given. A worker's standard output is lost, its
+    standard error isn't."""
     entry = _seen.get((op, backend))
     if entry is None:
         return
     ratios = ", ".join(f"{what} {value:.3f}" for what, value in sorted(entry["largest"].items()))
     print(
         f"{op} on {backend}: {entry['examples']} examples, {entry['calls']} calls, {seconds:.0f} s; largest share of the "
-        f"bound: {ratios or 'equal bytes'}"
+        f"bound: {ratios or 'equal bytes'}",
+        file=sys.stderr,
     )
     if _Chosen.figures:
         _Chosen.figures.mkdir(parents=True, exist_ok=True)

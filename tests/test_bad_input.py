@@ -368,6 +368,29 @@ def test_nothing_is_written_when_refused(function):
     assert (arguments["out"] == 5).all()
 
 
+@pytest.mark.parametrize(
+    "function, argument",
+    [
+        ("sparse_attention", "out"), ("sparse_attention", "lse"), ("dense_attention", "out"), ("dense_attention", "lse"),
+        ("select_blocks", "out"), ("store_kv", "k_cache"), ("store_kv", "v_cache"), ("store_kv", "index_k_cache"),
+    ],
+)  # fmt: skip
+def test_what_is_written_into_may_not_be_expanded(function, argument):
+    """Two results in one place: which one stays would be a matter of luck, on a kernel without any error."""
+    arguments = VALID[function]()
+    if function == "store_kv":
+        whole = arguments[argument]
+    elif function == "select_blocks":
+        whole = torch.zeros(T, HKV, TOPK, dtype=torch.int32)
+    else:
+        whole = torch.zeros(T, HQ, 128, dtype=torch.bfloat16) if argument == "out" else torch.zeros(T, HQ)
+    arguments[argument] = whole[:1].expand(whole.shape)
+    with pytest.raises(ValueError, match=f"^{argument} is written into and must not be expanded, got shape .* strides"):
+        getattr(m3_sparse, function)(**arguments)
+    arguments[argument] = whole
+    getattr(m3_sparse, function)(**arguments)
+
+
 def test_a_refused_store_writes_nothing():
     arguments = store_arguments()
     arguments["index_k"] = arguments["index_k"].float()  # the last of the three to be looked at

@@ -6,6 +6,7 @@ driver. What the kernel computes is tested in tests/gpu/test_decode_gpu.py.
 
 import pytest
 from launch_checks import LaunchChecks, error_of, needs_variant, operators
+from launch_checks import attention_problem as problem
 
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = 132  # of the recorded device
@@ -22,20 +23,6 @@ def decode_splits(rows, width, multiprocessors=MULTIPROCESSORS):
 
 def program(kv, splits, arch="sm90a"):
     return f"m3s_decode_{kv}_s{splits}_{arch}_0"
-
-
-def problem(q="bfloat16", kv="bfloat16", tokens=3, batch=2, heads=(32, 2), pages=5, page=128, width=4, topk=16):
-    """Positional arguments of the operator, contiguous."""
-    import torch
-
-    qt, kt = getattr(torch, q), getattr(torch, kv)
-    query = torch.zeros(tokens, heads[0], 128, dtype=qt)
-    k_cache, v_cache = (torch.zeros(pages, heads[1], page, 128, dtype=torch.float32).to(kt) for _ in range(2))
-    ids = torch.zeros(tokens, heads[1], topk, dtype=torch.int32)
-    table = torch.zeros(batch, width, dtype=torch.int32)
-    cu, used = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-    out, lse = torch.empty_like(query), torch.empty(tokens, heads[0])
-    return [out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, True, None, None]
 
 
 def check_map(tensor_map, cache, splits):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_bad_input import VALID
 from test_ops import Problem
 
 import m3_sparse
@@ -39,7 +40,13 @@ def test_explain_and_capabilities():
     assert {(row.op, row.backend) for row in table} == {
         (op, b) for op in capability.OPERATIONS for b in capability.BACKENDS
     }
-    assert len(str(table).splitlines()) == len(table) + 1 and len(table.markdown().splitlines()) == len(table) + 2
+    assert len(str(table).splitlines()) == len(table) + 1
+    merged = [
+        [cell.split(", ") for cell in line.strip("| ").split(" | ")] for line in table.markdown().splitlines()[2:]
+    ]
+    rows = [(o, b, a, tuple(d), s) for ops, (b,), archs, d, (s, *_) in merged for o in ops for a in archs]
+    assert len(merged) < 0.6 * len(table) and len(rows) == len(table)
+    assert set(rows) == {(r.op, r.backend, r.arch, r.dtypes, r.status.split(", ")[0]) for r in table}
     assert all(
         row.status in (capability.TESTED, capability.EMULATED, capability.JIT_EMULATED, capability.JIT_UNTRIED)
         or "H200" in row.status
@@ -156,6 +163,62 @@ def test_backend_restores_and_nests():
     assert capability._forced is None
     with pytest.raises(ValueError, match="backend must be one of torch, aot, jit or None, got 'cuda'"):
         m3_sparse.backend("cuda")
+
+
+def test_a_context_may_be_entered_again_and_left_in_any_order():
+    """As threads do it: nothing stays forced once all are closed."""
+    again = m3_sparse.backend("torch")
+    with again, again:
+        assert capability._forced == "torch"
+    assert capability._forced is None
+    first, second = m3_sparse.backend("torch"), m3_sparse.backend("aot")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert capability._forced == "aot"
+    second.__exit__()
+    assert capability._forced is None
+
+
+def test_sizes_that_a_launch_cannot_count():
+    """The default takes torch for them: any number of requests is allowed."""
+    few, many = torch.zeros(65534), torch.zeros(65535)
+    rows, keys = torch.zeros(3, 4, 128, dtype=torch.bfloat16), torch.zeros(2, 64, 128, dtype=torch.bfloat16)
+    assert _limits.select_blocks(rows, few, 16, keys) is None and _limits.block_scores(rows, few) is None
+    assert "at most 65534 requests, got 65535" in _limits.select_blocks(rows, many, 16, keys)
+    assert "at most 65534 requests, got 65535" in _limits.block_scores(rows, many)
+    ids, cache = torch.zeros(1, 1, 16), torch.zeros(1, 1, 64, 128)
+    assert "at most 134217727 rows" in _limits.sparse_attention(rows[:1, :1].expand(2**27, 1, 128), cache, ids)
+    assert "at most 65535 KV heads" in _limits.sparse_attention(rows[:1], cache.expand(1, 65536, 64, 128), ids)
+    assert "at most 33554431 rows" in _limits.dense_attention(torch.zeros(2**25, 1, 128, device="meta"), cache)
+    assert "at most 32766 heads" in _limits.store_kv(rows[:, :1].expand(3, 32767, 128), cache, None, None)
+    table = torch.zeros(65535, 1, dtype=torch.int32)
+    told = m3_sparse.explain("select_blocks", index_q=rows, index_k_cache=keys, block_table=table)
+    assert "at most 65534 requests" in told and "-> torch, by default" in told
+
+
+@pytest.mark.parametrize("op", capability.OPERATIONS)
+def test_explain_says_what_is_wrong_and_never_raises(op):
+    """Every argument in turn as a number, a vector, None and a tensor with a dimension too many, alone and with the rest."""
+    given = VALID[op]()
+    first = {"select_blocks": "index_q", "block_scores": "index_q", "store_kv": "k", "merge_states": "outs"}.get(
+        op, "q"
+    )
+    for name in given:
+        for wrong in (3, torch.zeros(3), None, given[name][None], "x"):
+            if wrong is None and name in ("block_table", "index_k", "index_k_cache"):
+                continue
+            text = m3_sparse.explain(op, **{**given, name: wrong})
+            if name != first or isinstance(wrong, torch.Tensor):
+                assert f"bad input: TypeError: {name}" in text or f"bad input: ValueError: {name}" in text, (
+                    name,
+                    wrong,
+                )
+            for other in given:
+                m3_sparse.explain(op, **{first: given[first], name: wrong, other: given[other]})
+    if "block_table" in given:
+        text = m3_sparse.explain(op, **{**given, "block_table": None})
+        assert "bad input: ValueError: cu_seqlens_q must have shape [B + 1] with B from the caches" in text
 
 
 def test_help_is_readable_and_errors_point_at_it():

@@ -328,27 +328,19 @@ def test_what_is_not_finite_reaches_rows_that_see_it(emulation, page, group, dty
 def test_wrong_numbers_stay_inside(emulation):
     """Lengths, pages and ids are data: whatever they hold, only the tensors given are touched. For union tiles, the
     offsets too."""
-    wild = torch.tensor([-(2**31), -1, 0, 5, 2**30, 2**31 - 1], dtype=torch.int32)
     for seed in range(8):
         q, kv = DTYPES[seed % 6]
         case = cases.make(
             [10, 10], [300, 700], heads=(16, 1), page=(64, 128)[seed % 2], dtype=q, kv_dtype=kv, topk=(8, 20)[seed % 2],
             seed=seed,
         )  # fmt: skip
-        pick = torch.Generator().manual_seed(seed)
-        options = {"causal": seed < 6, "with_lse": bool(seed & 1)}
-
-        def spoil(tensor):
-            at = torch.rand(tensor.shape, generator=pick) < 0.4
-            tensor[at] = wild[torch.randint(0, len(wild), tensor.shape, generator=pick)][at]
-
-        for tensor in (case.seqused_k, case.block_table, case.ids):
-            spoil(tensor)
+        gen, options = cases.generator(seed), {"causal": seed < 6, "with_lse": bool(seed & 1)}
+        cases.spoil(gen, case.seqused_k, case.block_table, case.ids)
         attend(case, "kv_stationary", **options)
         by_sequence(case)
         if kv.itemsize == 1:
             by_sequence(case, seed < 6, WIDENED)
-        spoil(case.cu_seqlens_q)
+        cases.spoil(gen, case.cu_seqlens_q)
         attend(case, "union", **options)
 
 

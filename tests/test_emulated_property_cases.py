@@ -1,9 +1,10 @@
-"""What the property tests found in the AOT kernels' way, each by name, in the PTX emulator. Needs `--backend=emulated`."""
+"""What property tests and attacks found in the AOT kernels' way, each by name, in the PTX emulator. Needs `--backend=emulated`."""
 
 import cases
 import field_helpers
 import oracle
 import pytest
+import test_property_cases as found
 import torch
 
 import m3_sparse
@@ -64,3 +65,64 @@ def test_a_cache_without_a_token_gives_empty_rows(emulation, table, formulation)
             formulation=formulation,
         )  # fmt: skip
     assert field_helpers.is_empty(out, lse)
+
+
+def test_selection_over_any_number_of_requests(emulation):
+    """65,535 requests are more than a grid of the kernels holds: the operator refused them after the arguments had passed."""
+    requests = 65535
+    index_q, keys = torch.randn(3, 1, 128).to(BF16), torch.randn(2, 64, 128).to(BF16)
+    table = torch.zeros(requests, 1, dtype=torch.int32)
+    table[-1] = 1
+    starts = torch.ones(requests + 1, dtype=torch.int32)
+    starts[0], starts[-1] = 0, 3
+    lengths = {"cu_seqlens_q": starts, "seqused_k": torch.full((requests,), 50, dtype=torch.int32)}
+    want = torch.stack([(index_q[i].float() @ keys[p, :end].float().T).amax() for i, p, end in
+                        ((0, 0, 50), (1, 1, 49), (2, 1, 50))])  # fmt: skip
+    torch.testing.assert_close(m3_sparse.block_scores(index_q, keys, table, **lengths).flatten(), want)
+    assert m3_sparse.select_blocks(index_q, keys, table, topk=2, **lengths).tolist() == [[[0, -1]]] * 3
+    with m3_sparse.backend("aot"), pytest.raises(NotImplementedError, match="at most 65534 requests, got 65535"):
+        m3_sparse.block_scores(index_q, keys, table, **lengths)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
+def test_logits_of_the_size_promised(emulation, dtype, arch):
+    """Up to 10^8: what rounding leaves between a large logit and the row's largest is no overflow of its weight yet."""
+    case = cases.make([1, 3, 9], [130, 17, 400], heads=(32, 2), dtype=dtype, style="clean", poison="zero", seed=1)
+    args, options = case.sparse()
+    _, lse = oracle.sparse_attention(*args, **options, softmax_scale=1.0)
+    scale = 1e8 / lse[lse.isfinite()].amax().item()
+    want = oracle.sparse_attention(*args, **options, softmax_scale=scale)
+    with emulation.device(arch), m3_sparse.backend("aot"):
+        for formulation in ("decode", "union", "kv_stationary"):
+            out, lse = cases.call_sparse(
+                m3_sparse.sparse_attention, case, formulation=formulation, softmax_scale=scale
+            )  # fmt: skip
+            oracle.check_attention(out, None, want[0], None)
+            oracle.check_close(lse, want[1], 0, 2e-6, "lse")
+        out, lse = cases.call_dense(m3_sparse.dense_attention, case, softmax_scale=scale)
+    want = oracle.dense_attention(*case.dense()[0], **options, softmax_scale=scale)
+    oracle.check_attention(out, None, want[0], None)
+    oracle.check_close(lse, want[1], 0, 2e-6, "lse")
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("dtypes", found.ATTENTION_DTYPES, ids=str)
+def test_what_is_not_finite_stays_visible(emulation, dtypes, dense, architecture):
+    if dense and dtypes[0] != dtypes[1]:
+        pytest.skip("no dense kernel for float8")
+    values = (found.NAN, -found.INF) if dtypes == (BF16, BF16) else (found.NAN,)
+    with emulation.device(architecture):
+        found.check_what_is_not_finite(field_helpers.Backend("aot"), dtypes, dense, values)
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_an_infinite_scale_over_products_of_one_sign(emulation, architecture):
+    case = field_helpers.make([1], [300], poison="zero")
+    case.q.fill_(-1), case.k_cache.fill_(1)
+    case.k_scale = torch.tensor([float("inf")])
+    backend = field_helpers.Backend("aot")
+    with emulation.device(architecture):
+        for out, lse in (*backend.every(case).values(), backend.dense(case)):
+            assert out.isnan().all() and lse.isnan().all()

@@ -10,7 +10,7 @@ import pickle
 import cases
 import pytest
 import torch
-from test_ops import OPCHECKS, counting_backend, equal
+from test_ops import counting_backend, equal, opcheck
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -72,13 +72,20 @@ def operator_calls():
 @pytest.mark.parametrize("number", range(len(operator_calls())))
 def test_opcheck(operators, number):
     name, arguments, options = operator_calls()[number]
-    # A plan is a number of the host, and its fake one is 0: nothing but a refusal is read from it (_limits.plan).
-    utilities = ("test_schema", "test_autograd_registration") if name == "aot_attention_plan" else OPCHECKS
-    if name == "aot_union_lists":  # the size of its result is the launcher's to know
-        utilities = [x for x in OPCHECKS if x != "test_aot_dispatch_static"]
-    if any(isinstance(x, torch.Tensor) and x.dtype == E4M3 for x in arguments):
-        utilities = utilities[1:]  # the schema test compares by allclose, which float8 has not
-    torch.library.opcheck(operators[name], arguments, options, test_utils=utilities)
+    assert set(opcheck(operators[name], arguments, options).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(
+    "heads, page, rows", [((16, 1), 128, (3, 0, 9)), ((64, 4), 64, (40,)), ((32, 2), 128, (8,) * 5)]
+)
+def test_union_lists_have_the_size_of_their_fake(operators, heads, page, rows):
+    for width in (70, 900, 9000):
+        case = small(rows, [width - i for i in range(len(rows))], heads=heads, page=page)
+        (q, k, _, ids, table), lengths = case.sparse()
+        arguments = (q, k, ids, table, lengths["cu_seqlens_q"], lengths["seqused_k"], True)
+        with FakeTensorMode() as mode:
+            fake = operators["aot_union_lists"](*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
+        assert fake.shape == operators["aot_union_lists"](*arguments).shape
 
 
 def test_every_operator_is_checked(operators):

@@ -1,5 +1,6 @@
 """kernel-src/export.py, manifest.py and embed.py: from CuTe-DSL to cubins, manifests and C++ tables."""
 
+import ast
 import importlib.util
 import json
 import shutil
@@ -77,6 +78,21 @@ def test_every_architecture_has_the_same_parameters():
     for (program, kernel), archs in by_program.items():
         assert set(archs) in expected[kernel], program
         assert len({tuple(sizes) for sizes in archs.values()}) == 1, program
+
+
+def test_sm90_and_sm100_name_the_same_parameters():
+    """Two strides that changed places have the same types."""
+
+    def parameters(path):
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        (kernel,) = [node for node in functions if node.name == "kernel"]
+        return [(x.arg, ast.unparse(x.annotation)) for x in kernel.args.args[1:]]
+
+    paths = {path.name: path for path in (ROOT / "kernel-src" / "sm90").glob("*.py")}
+    pairs = [(paths[path.name], path) for path in (ROOT / "kernel-src" / "sm100").glob("*.py") if path.name in paths]
+    assert len(pairs) == 4
+    for sm90, sm100 in pairs:
+        assert parameters(sm90) == parameters(sm100), sm100.name
 
 
 def test_an_unchanged_kernel_is_not_compiled_again(source, exported):

@@ -2,6 +2,7 @@
 what to do about it is the table under "When something goes wrong" in docs/packaging.md; its rows are these tests.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -37,9 +38,10 @@ def load(*folders):
     return "\n".join(lines) + "\n"
 
 
-def python(code, **environment):
+def python(code, cwd=None, **environment):
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=everything, timeout=120)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=everything, timeout=120, cwd=cwd)
 
 
 def refused(code):
@@ -176,34 +178,133 @@ def test_no_network(client):
     assert USED.items() <= client.run(GET + USE, HF_ENDPOINT=CLOSED, HF_HUB_OFFLINE="1").items()
 
 
-NOBODY = 65534
+# ---- folders that can only be read ----
+
+# Root may write anywhere, whatever the modes say: what a process gives up here, neither it nor its children get back.
+BOUND_BY_MODES = """
+import ctypes, os
+class Header(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS"
+assert libc.capset(ctypes.byref(Header(0x20080522, 0)), (ctypes.c_uint32 * 6)()) == 0, os.strerror(ctypes.get_errno())
+def must_be_read_only(folder):
+    try:
+        os.mkdir(os.path.join(folder, "written"))
+    except PermissionError:
+        return
+    raise AssertionError(folder + " can be written")
+"""
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="capabilities are Linux's")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take away its own right to write")
-def test_a_cache_that_can_only_be_read(client, tmp_path):
-    """A user without the right to write: a full cache works offline; an empty one is an error that names the folder."""
-    home = tmp_path / "home"
+@pytest.fixture
+def read_only():
+    """`read_only(folder)` takes the right to write from everything below; the folders get it back, to be removed."""
+    folders = []
+
+    def close(folder):
+        for path in (folder, *folder.rglob("*")):
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o555)
+                folders.append(path)
+            elif not path.is_symlink():
+                path.chmod(0o444)
+        return folder
+
+    yield close
+    for path in folders:
+        path.chmod(0o755)
+
+
+@pytest.fixture
+def full_cache(client, tmp_path, read_only):
     client.run(f"""
         from huggingface_hub import snapshot_download
         snapshot_download("{REPO}", repo_type="kernel", revision="v1")
         answer()
     """)
-    become = f"import os\nos.setgroups([])\nos.setgid({NOBODY})\nos.setuid({NOBODY})\n"
-    folders = [tmp_path, *tmp_path.parents]
-    if not all(folder.stat().st_mode & 0o001 for folder in folders):
-        for folder in folders[:3]:
-            folder.chmod(0o755)
+    return read_only(tmp_path / "home")
+
+
+@on_linux
+@pytest.mark.parametrize("network", [True, False])
+def test_a_cache_that_can_only_be_read(client, full_cache, network):
+    """A full one works, online and offline."""
+    options = {} if network else {"HF_ENDPOINT": CLOSED, "HF_HUB_OFFLINE": "1"}
+    before = sorted(full_cache.rglob("*"))
+    prove = f"must_be_read_only({str(full_cache)!r})\n"
+    found = client.run(BOUND_BY_MODES + prove + GET + USE, PYTHONDONTWRITEBYTECODE="", **options)
+    assert USED.items() <= found.items() and found["file"].startswith(str(full_cache))
+    assert sorted(full_cache.rglob("*")) == before
+
+
+@on_linux
+def test_a_new_release_and_a_cache_that_can_only_be_read(client, hub, full_cache):
+    """It can't be fetched, which is an error that names the folder; offline, what is there works on."""
+    store = hub.server.store
+    with store.lock:
+        refs = store.refs(REPO)
+        files = store.tree(REPO, refs["v1"])
+        newer = store.commit(REPO, {**files, "build/torch-cpu/new.py": store.put(b"")})
+        store.save_refs(REPO, {**refs, "v1": newer})
     try:
-        found = client.run(become + GET + USE, HF_ENDPOINT=CLOSED, HF_HUB_OFFLINE="1", PYTHONDONTWRITEBYTECODE="")
-    except ClientError as error:
-        if "No module named" in str(error) or "Permission denied: '/" in str(error) and str(home) not in str(error):
-            pytest.skip("another user can't read this installation of Python")
-        raise
-    assert USED.items() <= found.items()
-    empty = tmp_path / "empty"
-    empty.mkdir(mode=0o755)
-    with pytest.raises(ClientError, match=f"PermissionError(.|\n)*Permission denied(.|\n)*{empty}"):
-        client.run(become + GET + "answer()", HF_HOME=str(empty))
+        with pytest.raises(ClientError, match=f"PermissionError.*Permission denied.*{full_cache}"):
+            client.run(BOUND_BY_MODES + GET + "answer()")
+    finally:
+        with store.lock:
+            store.save_refs(REPO, refs)
+    assert USED.items() <= client.run(BOUND_BY_MODES + GET + USE, HF_HUB_OFFLINE="1").items()
+
+
+@on_linux
+def test_an_empty_cache_that_can_only_be_read(client, tmp_path, read_only):
+    (tmp_path / "empty").mkdir()
+    empty = read_only(tmp_path / "empty")
+    with pytest.raises(ClientError, match=f"PermissionError.*Permission denied.*{empty}"):
+        client.run(BOUND_BY_MODES + GET + "answer()", HF_HOME=str(empty))
+
+
+@on_linux
+@needs_variant
+def test_a_package_that_can_only_be_read(cuda_copy, tmp_path, read_only):
+    """The extension, its cubins and the compiler of jit's programs need no folder beside them, and no __pycache__."""
+    read_only(cuda_copy)
+    (tmp_path / "work").mkdir()
+    code = f"""
+    import json
+    from pathlib import Path
+    import sys
+    must_be_read_only({str(cuda_copy)!r})
+    sys.path[:0] = {[str(ROOT / "tests"), str(ROOT / "tools")]!r}
+    from recording_driver import RecordingDriver
+    index = json.loads(Path({str(ROOT / "build" / "kernels" / "index.json")!r}).read_text())
+    driver = RecordingDriver(Path("work"), {{facts["entry"]: facts for facts in index}})
+    """
+    launch = """
+    from m0 import _jit, _ops
+    from test_install_faults import merge
+    _ops.ops.aot_merge_states(*merge())
+    assert len(driver.launches) == 1
+    if _jit.missing("merge_states") is None:
+        print(_jit._compile("combine", "combine_f32_f32_sm90a", Path("work"))["entry"])
+    """
+    code = BOUND_BY_MODES + textwrap.dedent(code) + load(cuda_copy) + textwrap.dedent(launch)
+    done = python(code, cwd=tmp_path, PYTHONDONTWRITEBYTECODE="")
+    assert done.returncode == 0, done.stderr
+    assert not list(cuda_copy.rglob("__pycache__"))
+    if importlib.util.find_spec("cutlass"):
+        assert done.stdout.strip() == "m3s_combine_f32_f32_sm90a_0"
+
+
+@on_linux
+def test_no_folder_for_what_jit_compiles(cuda_copy, tmp_path, read_only):
+    (tmp_path / "full").mkdir()
+    folder = read_only(tmp_path / "full")
+    code = f"import tempfile\ntempfile.tempdir = {str(folder)!r}\nfrom m0 import _jit\n"
+    line = refused(BOUND_BY_MODES + load(cuda_copy) + code + '_jit._supply(0, "combine", "combine_f32_f32_sm90a")')
+    assert line.startswith("RuntimeError: m3_sparse: jit: there is no folder to compile combine_f32_f32_sm90a in:")
+    assert str(folder) in line and "set TMPDIR to one" in line and 'm3_sparse.backend("aot")' in line
 
 
 # ---- two versions in one process ----
@@ -258,6 +359,7 @@ def test_no_gpu(cuda_variant):
     """)
     line = refused(code)
     assert "backend 'aot' was asked for by name" in line and "the tensors are on cpu" in line
+    assert "torch can run it: name no backend" in line
 
 
 def merge(**changes):

@@ -4,10 +4,11 @@ Each check runs in a process of its own (`python tests/test_prefill.py NAME`), w
 What the kernels compute is tested in tests/gpu/test_prefill_gpu.py; tests/test_invert.py looks at the plan.
 """
 
+import functools
 import itertools
 
 import pytest
-from launch_checks import LaunchChecks, error_of, needs_variant, operators
+from launch_checks import LaunchChecks, attention_problem, error_of, needs_variant, operators
 
 check = LaunchChecks(__file__)
 MULTIPROCESSORS = {90: 132, 100: 148, 103: 148}  # of the recorded device
@@ -21,18 +22,7 @@ def entry(program, arch="sm90a"):
     return f"m3s_{program}_{arch}_0"
 
 
-def problem(q="bfloat16", kv="bfloat16", tokens=300, batch=2, heads=(32, 2), pages=9, page=128, table=6, topk=16):
-    """Positional arguments of the operator, contiguous."""
-    import torch
-
-    qt, kt = getattr(torch, q), getattr(torch, kv)
-    query = torch.zeros(tokens, heads[0], 128, dtype=qt)
-    k_cache, v_cache = (torch.zeros(pages, heads[1], page, 128, dtype=torch.float32).to(kt) for _ in range(2))
-    ids = torch.zeros(tokens, heads[1], topk, dtype=torch.int32)
-    pages_of = torch.zeros(batch, table, dtype=torch.int32)
-    cu, used = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-    out, lse = torch.empty_like(query), torch.empty(tokens, heads[0])
-    return [out, lse, query, k_cache, v_cache, ids, pages_of, cu, used, 0.25, True, None, None]
+problem = functools.partial(attention_problem, tokens=300, pages=9, width=6)
 
 
 def launches(driver, *arguments):
@@ -218,7 +208,7 @@ def chunks_follow_from_the_shape(driver):
         (17, (64, 4), 6, (10, 4)), (300, (64, 4), 6, (10, 4)), (512, (64, 4), 6, (11, 2)), (1024, (64, 4), 6, (11, 1)), (9000, (64, 4), 6, (11, 1)),
         (9000, (64, 4), 1024, (12, 1)), (9000, (8, 1), 513, (12, 1)), (100, (12, 6), 6, (10, 6)),
     ):  # fmt: skip
-        params = launches(driver, *problem(tokens=tokens, heads=heads, table=table))[1].params
+        params = launches(driver, *problem(tokens=tokens, heads=heads, width=table))[1].params
         assert tuple(params[12:14]) == want, (tokens, heads, params[12:14])
 
 
@@ -249,7 +239,7 @@ def refuses(driver):
     arguments = problem()
     arguments[2] = arguments[2][:, :1].expand(300, 32, 128)
     assert "strides of q" in error_of(attend, *arguments)
-    arguments = problem(tokens=3000, batch=1100, heads=(4, 4), table=8192)
+    arguments = problem(tokens=3000, batch=1100, heads=(4, 4), width=8192)
     assert "too large lists" in error_of(attend, *arguments)
     assert "chunk_bits" in error_of(attend, *problem(), None, 7)
     assert "chunk_heads" in error_of(attend, *problem(heads=(32, 4)), None, 8, 3)

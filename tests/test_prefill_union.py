@@ -3,32 +3,23 @@
 What the kernels compute is tested in tests/gpu/test_prefill_union_gpu.py.
 """
 
+import functools
+
 import pytest
-from launch_checks import LaunchChecks, error_of, needs_variant, operators
+from launch_checks import LaunchChecks, attention_problem, error_of, needs_variant, operators
 from test_union import layout
 
 check = LaunchChecks(__file__)
 UNION, KV_STATIONARY, DECODE, BY_SEQUENCE, WIDENED = 1, 2, 3, 4, 5
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
-
-def problem(q="bfloat16", kv="bfloat16", tokens=2000, batch=2, heads=(32, 2), pages=5, page=128, width=40, topk=16):
-    """Positional arguments of the operator, contiguous."""
-    import torch
-
-    qt, kt = getattr(torch, q), getattr(torch, kv)
-    query = torch.zeros(tokens, heads[0], 128, dtype=qt)
-    k_cache, v_cache = (torch.zeros(pages, heads[1], page, 128, dtype=torch.float32).to(kt) for _ in range(2))
-    ids = torch.zeros(tokens, heads[1], topk, dtype=torch.int32)
-    table = torch.zeros(batch, width, dtype=torch.int32)
-    cu, used = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-    out, lse = torch.empty_like(query), torch.empty(tokens, heads[0])
-    return [out, lse, query, k_cache, v_cache, ids, table, cu, used, 0.25, True, None, None]
+problem = functools.partial(attention_problem, tokens=2000, width=40)
 
 
 def plan(arguments, formulation=0):
     query, k_cache, v_cache, ids, table, cu, used = arguments[2:9]
-    return operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)[0]
+    made = operators().aot_attention_plan(query, k_cache, v_cache, ids, table, cu, used, arguments[10], formulation)
+    return made[0].item()
 
 
 @check
@@ -216,7 +207,8 @@ def reports_its_workspace(driver):
         q, cache = torch.empty(tokens, 64, 128, dtype=torch.bfloat16), torch.zeros(4, 4, 128, 128, dtype=torch.bfloat16)
         ids = torch.zeros(1, 4, 16, dtype=torch.int32).expand(tokens, 4, 16)
         table, cu, used = (torch.zeros(n, dtype=torch.int32) for n in ((1, width), 2, 1))
-        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number) for number in (1, 2, 3, 4)}
+        arguments = (ids, table, cu, used, True)
+        found = {number: plan_of(q, cache, cache, *arguments, number).tolist() for number in (1, 2, 3, 4)}
         assert all(number == plan for number, (plan, _) in found.items())
         union, kv_stationary, decode, both = (found[number][1] for number in (1, 2, 3, 4))
         lists = operators().aot_union_lists(q, cache, ids, table, cu, used, True)
@@ -224,7 +216,7 @@ def reports_its_workspace(driver):
         assert both == union + kv_stationary <= 1 << 30
         # A float8 cache widened first: while the copies are there, the partial results are not.
         cache = cache.to(torch.float8_e4m3fn)
-        found = {number: plan_of(q, cache, cache, ids, table, cu, used, True, number)[1] for number in (1, 2, 4, 5)}
+        found = {number: plan_of(q, cache, cache, *arguments, number)[1].item() for number in (1, 2, 4, 5)}
         copies, partials = 2 * width * 4 * 128 * 256, found[2]
         assert found[5] == union + copies and found[1] == union + (0 if tokens < 1024 else copies)
         assert found[4] == union + max(partials, 0 if tokens < 1024 else copies) <= 1 << 30

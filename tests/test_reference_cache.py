@@ -100,6 +100,20 @@ def test_quantisation_rounds_saturates_and_keeps_nan(cache_dtype):
     assert torch.equal(stored.isnan(), data.isnan()) and stored.nan_to_num(0.0).abs().max() == top
 
 
+def test_scales_of_any_layout():
+    """A scale for each head counts by its elements, whatever its shape and strides."""
+    k, v, _ = tokens(3, 4, torch.float32, 5)
+    heads = torch.tensor([0.5, 3.0, 2.0, 4.0])
+    results = []
+    for scale in (heads, heads.view(2, 2).t().contiguous().t(), torch.stack([heads, -heads], 1)[:, 0], heads[:, None]):
+        k_cache, v_cache, _ = caches(64, "hnd", torch.float8_e4m3fn, heads=4)
+        m3_sparse.store_kv(k, v, None, k_cache, v_cache, None, torch.tensor([0, 70, 5]), k_scale=scale, v_scale=scale)
+        results.append(oracle.stored_bytes(k_cache))
+    assert all(torch.equal(result, results[0]) for result in results)
+    want = (k[1] / heads[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(results[0][1, :, 6], want.view(torch.uint8))
+
+
 def test_index_key_takes_no_scale():
     k, v, index_k = tokens(4, 2, torch.bfloat16, seed=5)
     k_cache, v_cache, index_cache = caches(128, "hnd", torch.float8_e4m3fn)

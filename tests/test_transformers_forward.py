@@ -271,6 +271,33 @@ def test_gradients_with_left_padding(folder):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_autocast(eager, model, use_cache):
+    """Values leave their projection in 16 bits, queries and keys leave RoPE in fp32; a cache makes both fp32."""
+    ids = prompt(2, LONG)
+    with torch.autocast("cpu", torch.float16):
+        found, expected = model(ids, use_cache=use_cache).logits, eager(ids, use_cache=use_cache).logits
+    exact = eager(ids).logits
+    # As far from fp32 as eager is, whose selections may differ in a row.
+    distance = (found - exact).abs().median()
+    assert 0 < distance < 2 * (expected - exact).abs().median()
+
+
+def test_training_under_autocast_with_checkpointing(folder):
+    """Checkpointing does without a cache."""
+    gradients = []
+    for implementation in ("eager", "m3_sparse"):
+        model = load(folder, implementation).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = prompt(1, TOPK * BLOCK)  # all blocks are chosen
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        gradients.append(model.model.layers[1].self_attn.v_proj.weight.grad)
+    assert (gradients[0] - gradients[1]).norm() < 0.1 * gradients[0].norm()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True])
 def test_fullgraph_compile(tmp_path, padded):
     folder = save_text_model(tmp_path, num_hidden_layers=2)

@@ -1,4 +1,4 @@
-"""What changes a result's bits and what doesn't, as data: the table of docs/determinism.md and the tests
+"""What changes a result's bits and what doesn't, as data: the table in README and the tests
 (tests/determinism_checks.py) come from here.
 
 A cell says what is promised when the column's change leaves a row's own inputs as they are: BITWISE, the same bits; WITHIN,
@@ -39,7 +39,11 @@ WAYS = {
 CELLS = {(way, change): cell for way, (_, row) in WAYS.items() for change, cell in zip(CHANGES, row)}
 
 
+MARKS = {BITWISE: "=", WITHIN: "~", NONE: ""}
+
+
 def markdown() -> str:
-    rows = [["operation", *CHANGES.values()], ["---"] * (len(CHANGES) + 1)]
-    rows += [[title, *row] for title, row in WAYS.values()]
+    """With the marks that README explains."""
+    rows = [["operation", *CHANGES.values()], ["---", *[":-:"] * len(CHANGES)]]
+    rows += [[title, *(MARKS[cell] for cell in row)] for title, row in WAYS.values()]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -104,6 +104,8 @@ def warnings() -> str:
     compilers = [name for name in (cuda_extension.find_compiler(), shutil.which("clang++")) if name]
     if not compilers:
         return "no C++ compiler"
+    if not shutil.which("clang++"):
+        print("warnings: no clang++ here, so of one compiler alone", flush=True)
     return "\n".join(filter(None, (compiled(*pair) for pair in itertools.product(compilers, ("c++17", "c++20")))))
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of capabilities and accuracy into README.md and CARD.md, that of determinism into docs/determinism.md.
+"""Write the tables of capabilities and accuracy into README.md and CARD.md, that of determinism into README.md.
 
     python tools/readme_table.py [--check]
 
@@ -55,7 +55,7 @@ def accuracy() -> str:
     for run in runs:
         if (place := places.get(run["backend"])) is None:
             continue
-        examples[run["op"], place] = run["examples"]
+        examples[run["op"], place] = examples.get((run["op"], place), 0) + run["examples"]
         for what, share in run["largest"].items():
             result, detail = what.split(", ")
             # "decode bfloat16+float8_e4m3fn" is a formulation and dtypes; a score has dtypes alone.
@@ -79,7 +79,9 @@ def stale_documents(table: str) -> dict[Path, str]:
     """The documents whose table differs, with the text that they should have."""
     found = {}
     tables = {"capabilities": table, "accuracy": accuracy()}
-    places = dict.fromkeys(DOCUMENTS, tables) | {"docs/determinism.md": {"determinism": determinism_table.markdown()}}
+    places = dict.fromkeys(DOCUMENTS, tables) | {
+        "README.md": {**tables, "determinism": determinism_table.markdown()},
+    }
     for name, contents in places.items():
         path = ROOT / name
         wanted = text = path.read_text()

@@ -36,13 +36,15 @@ def properties(figures: dict) -> str:
     """Examples by operation and backend, and the largest share of the error bound."""
     rows = []
     for run in figures["runs"]:
-        largest = max(run["largest"].values(), default=None) if run["largest"] else None
-        rows.append((run["op"], run["backend"], number(run["examples"]), "equal bytes" if largest is None else largest))
+        largest = max(run["largest"].values(), default="equal bytes")
+        seed = "default" if run["seed"] == "derandomized" else run["seed"]
+        rows.append((run["op"], run["backend"], seed, number(run["examples"]), largest, run["date"]))
     total = defaultdict(int)
     for run in figures["runs"]:
         total[run["backend"]] += run["examples"]
     sums = "; ".join(f"{backend}: {number(count)}" for backend, count in total.items())
-    return table(("operation", "backend", "examples", "largest share of the bound"), rows) + f"\n\nIn all, {sums}."
+    header = ("operation", "backend", "seed", "examples", "largest share of the bound", "run on")
+    return table(header, rows) + f"\n\nIn all, {sums}."
 
 
 def memory(figures: dict) -> str:
@@ -86,6 +88,8 @@ def text() -> str:
         safety["field cases on NVIDIA H200, aot and torch"],
     )
     replayed = graphs["NVIDIA H200"]
+    drawn = [run for run in property_runs["runs"] if (run["backend"], run["seed"]) == ("torch", "derandomized")]
+    one_run = sum(run["examples"] for run in drawn)
     return f"""# Reliability, in figures
 
 Written by tools/reliability.py from [measurements](measurements); `--check` in the test suite compares. Each part can be
@@ -94,8 +98,9 @@ run again by the command beside it (V: a built CUDA variant).
 ## Properties
 
 Random calls over the whole argument space of each operation, judged against float64 by an error bound stated for each dtype and
-backend at the head of tests/property_bounds.py: `make property EXAMPLES=10000` on the CPU; a few hundred in
-`make test`, the shipped programs in the emulator too; tests/gpu/test_property_gpu.py on a GPU.
+backend at the head of tests/property_bounds.py: `make property EXAMPLES=10000` on the CPU, one run of {number(one_run)} examples;
+a few hundred in `make test`, the shipped programs in the emulator too, on sm_90, sm_100 or sm_103 as drawn (here
+`{property_runs["emulated by"]}`); tests/gpu/test_property_gpu.py on a GPU.
 
 {properties(property_runs)}
 

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "launch/cache.h"
@@ -355,16 +354,21 @@ void aot_sparse_attention(Tensor out, std::optional<Tensor> lse, Tensor q, Tenso
   m3_sparse::attention(a, m3_sparse::plan_attention(a, wanted), static_cast<int>(splits), overlap);
 }
 
-std::tuple<std::int64_t, std::int64_t> aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache,
-                                                          Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
-                                                          Tensor seqused_k, bool causal, std::int64_t formulation) {
+Tensor aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table,
+                          Tensor cu_seqlens_q, Tensor seqused_k, bool causal, std::int64_t formulation) {
   const std::optional<Tensor> none;
   const m3_sparse::DecodeArguments a{q,         none, q,    k_cache, v_cache, block_indices, block_table, cu_seqlens_q,
                                      seqused_k, none, none, 1.0,     causal};
   check_attention(a);
   STD_TORCH_CHECK(formulation >= 0 && formulation <= 5, "formulation: expected 0 to 5");
   const auto plan = m3_sparse::plan_attention(a, static_cast<m3_sparse::Formulation>(formulation));
-  return {static_cast<std::int64_t>(plan), m3_sparse::attention_workspace(a, plan)};
+  const std::int64_t two[] = {2};
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  Tensor made = torch::stable::new_empty(q, two, ScalarType::Long, std::nullopt, cpu);
+  auto* numbers = static_cast<std::int64_t*>(made.mutable_data_ptr());
+  numbers[0] = static_cast<std::int64_t>(plan);
+  numbers[1] = m3_sparse::attention_workspace(a, plan);
+  return made;
 }
 
 Tensor aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q,
@@ -477,11 +481,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "aot_dense_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor "
       "block_table, Tensor cu_seqlens_q, Tensor seqused_k, float softmax_scale, bool causal, Tensor? k_scale, Tensor? "
       "v_scale, int splits=0) -> ()");
-  // The formulation that such a call takes, as a number of launch/prefill.h, and the bytes that it allocates; an error
-  // if a forced one cannot take it.
+  // The formulation that such a call takes, as a number of launch/prefill.h, and the bytes that it allocates, as a
+  // tensor of the CPU: numbers would become constants of a traced graph. An error if a forced one cannot take it.
   ops.def(
       "aot_attention_plan(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_indices, Tensor block_table, Tensor "
-      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> (int, int)");
+      "cu_seqlens_q, Tensor seqused_k, bool causal, int formulation=0) -> Tensor");
   // The lists of the union tiles as they lie in memory (launch/prefill_union.cpp).
   ops.def(
       "aot_union_lists(Tensor q, Tensor k_cache, Tensor block_indices, Tensor block_table, Tensor cu_seqlens_q, "
@@ -500,7 +504,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "-> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+template <class Library>
+static void implement(Library& ops) {
   ops.impl("aot_store_kv", TORCH_BOX(&aot_store_kv));
   ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
   ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
@@ -512,18 +517,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
 }
 
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { implement(ops); }
+
 // Refused by the launcher, with a clear message, unless the driver works in host memory (the tests' emulator).
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
-  ops.impl("aot_store_kv", TORCH_BOX(&aot_store_kv));
-  ops.impl("aot_block_scores", TORCH_BOX(&aot_block_scores));
-  ops.impl("aot_select_blocks", TORCH_BOX(&aot_select_blocks));
-  ops.impl("aot_sparse_attention", TORCH_BOX(&aot_sparse_attention));
-  ops.impl("aot_dense_attention", TORCH_BOX(&aot_dense_attention));
-  ops.impl("aot_attention_plan", TORCH_BOX(&aot_attention_plan));
-  ops.impl("aot_union_lists", TORCH_BOX(&aot_union_lists));
-  ops.impl("aot_sparse_attention_kv_stationary", TORCH_BOX(&aot_sparse_attention_kv_stationary));
-  ops.impl("aot_merge_states", TORCH_BOX(&aot_merge_states));
-}
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { implement(ops); }
 
 // The first has no tensor to dispatch on.
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CompositeExplicitAutograd, ops) {

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <tuple>
 
 // out [T, H, 128] and lse [T, H] are written from outs [N, T, H, 128] and lses [N, T, H].
 void aot_merge_states(torch::stable::Tensor out, torch::stable::Tensor lse, torch::stable::Tensor outs,
@@ -45,10 +44,10 @@ void aot_dense_attention(torch::stable::Tensor out, std::optional<torch::stable:
                          std::optional<torch::stable::Tensor> k_scale, std::optional<torch::stable::Tensor> v_scale,
                          std::int64_t splits);
 
-std::tuple<std::int64_t, std::int64_t> aot_attention_plan(
-    torch::stable::Tensor q, torch::stable::Tensor k_cache, torch::stable::Tensor v_cache,
-    torch::stable::Tensor block_indices, torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
-    torch::stable::Tensor seqused_k, bool causal, std::int64_t formulation);
+torch::stable::Tensor aot_attention_plan(torch::stable::Tensor q, torch::stable::Tensor k_cache,
+                                         torch::stable::Tensor v_cache, torch::stable::Tensor block_indices,
+                                         torch::stable::Tensor block_table, torch::stable::Tensor cu_seqlens_q,
+                                         torch::stable::Tensor seqused_k, bool causal, std::int64_t formulation);
 
 // The lists of the union tiles (launch/prefill_union.h), as bytes.
 torch::stable::Tensor aot_union_lists(torch::stable::Tensor q, torch::stable::Tensor k_cache,

@@ -25,13 +25,12 @@ Limits
     64-bit.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import ptx
-from shared.program import Program
+from shared.program import Kernel, Program
 
 HEAD_DIM = 128
 THREADS = 128
@@ -45,10 +44,10 @@ BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 VARIANTS = [("f32", "f32"), ("f32", "bf16"), ("f32", "f16"), ("bf16", "bf16"), ("f16", "f16")]
 
 
-class Combine:
+class Combine(Kernel):
     """One variant of the kernel."""
 
-    dynamic_smem = 0
+    threads = THREADS
 
     def __init__(self, states_dtype, out_dtype):
         self.states_dtype, self.out_dtype = states_dtype, out_dtype
@@ -156,54 +155,6 @@ class Combine:
                 # 0 * NaN is NaN, hence a select and not the weight alone.
                 acc[i] = ptx.fma(weight, ptx.select(empty, Float32(0.0), x), acc[i])
 
-    @cute.jit
-    def entry(
-        self,
-        out: Int64,
-        lse: Int64,
-        outs: Int64,
-        lses: Int64,
-        outs_state_stride: Int64,
-        outs_token_stride: Int64,
-        outs_head_stride: Int64,
-        lses_state_stride: Int64,
-        lses_token_stride: Int64,
-        lses_head_stride: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        lse_token_stride: Int64,
-        lse_head_stride: Int64,
-        num_states: Int32,
-        num_tokens: Int32,
-        num_heads: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            out,
-            lse,
-            outs,
-            lses,
-            outs_state_stride,
-            outs_token_stride,
-            outs_head_stride,
-            lses_state_stride,
-            lses_token_stride,
-            lses_head_stride,
-            out_token_stride,
-            out_head_stride,
-            lse_token_stride,
-            lse_head_stride,
-            num_states,
-            num_tokens,
-            num_heads,
-        ).launch(
-            grid=[cute.ceil_div(num_tokens * num_heads, self.rows_per_cta), 1, 1],
-            block=[THREADS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 14 + [Int32(1)] * 3
-    return [Program(f"combine_{states}_{out}", Combine(states, out), example) for states, out in VARIANTS]
+    return [Program(f"combine_{states}_{out}", Combine(states, out)) for states, out in VARIANTS]

@@ -53,26 +53,25 @@ Limits
     to a multiple of 32, and whatever they hold is masked. Ids, pages, lengths and offsets may hold anything.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import paging, ptx, smem, softmax, tma
 from shared.head_tile import DIM, KEYS, ROWS, HeadTile
-from shared.program import Program
+from shared.program import Kernel, Program
 
 # To each CTA of a cluster: 16 / splits rows of 128 + 4 + 1 floats from `splits` CTAs, or of 2 quarters from one.
 SENT_BYTES = 16 * (DIM * 4 + 20)
 LANE_SUMS = ROWS * DIM * 4  # a warp's 16 x 128 floats, each lane's own 64
 
 
-class Decode(HeadTile):
+class Decode(Kernel, HeadTile):
     """One variant: KV dtype, CTAs a row, CTAs an SM."""
 
     def __init__(self, kv_dtype, splits, ctas_per_sm):
         super().__init__(kv_dtype)
-        self.splits, self.ctas_per_sm = splits, ctas_per_sm
+        self.splits, self.cluster, self.ctas_per_sm = splits, splits, ctas_per_sm
         self.by_map = splits != 4  # K and V come by tensor map
         self.warps = 8 if splits == 2 else 4
         self.threads = 32 * self.warps
@@ -307,6 +306,17 @@ class Decode(HeadTile):
         self.store_sums(region, lane, state, O)
         ptx.barrier()
         head, dim = self.place_of(thread, rank)
+        m, l, o = self.sum_up(base, thread, rank, dim)
+        if head < group:
+            query_head = Int64(kv_head * group + head)
+            at = out + token64 * out_token + query_head * out_head + Int64(dim) * 2
+            total = self.write_row(at, l, o, scale_v, bf16_query)
+            if (dim == 0) & (lse != 0):
+                ptx.store_f32(lse + token64 * lse_token + query_head * lse_head, softmax.natural_lse(m, total))
+
+    @cute.jit
+    def sum_up(self, base: Int32, thread: Int32, rank: Int32, dim: Int32):
+        """(m, l, o) of this thread's head and columns, over the warps' sums and the cluster's."""
         if cutlass.const_expr(self.splits == 2):
             smem.cluster_wait()  # the other CTA has begun, its mbarrier exists
             self.expect_sums(base, thread)
@@ -322,12 +332,7 @@ class Decode(HeadTile):
             self.send_numbers(numbers_there, l, m, mbarrier_there, thread % 8)
             smem.mbarrier_wait(base + self.mbarrier_at, 0, "cluster")
             m, l, o = self.fold_cluster(base, thread // (self.threads // self.rows_per_rank), dim)
-        if head < group:
-            query_head = Int64(kv_head * group + head)
-            at = out + token64 * out_token + query_head * out_head + Int64(dim) * 2
-            total = self.write_row(at, l, o, scale_v, bf16_query)
-            if (dim == 0) & (lse != 0):
-                ptx.store_f32(lse + token64 * lse_token + query_head * lse_head, softmax.natural_lse(m, total))
+        return m, l, o
 
     # ---- the ring: a slab for K of a unit and one for V
 
@@ -409,107 +414,6 @@ class Decode(HeadTile):
             smem.copies_wait(0)
         ptx.warp_barrier()
 
-    @cute.jit
-    def entry(
-        self,
-        q: Int64,
-        k: Int64,
-        v: Int64,
-        ids: Int64,
-        page_table: Int64,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        out: Int64,
-        lse: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        q_token: Int64,
-        q_head: Int64,
-        k_page: Int64,
-        k_head: Int64,
-        k_token: Int64,
-        v_page: Int64,
-        v_head: Int64,
-        v_token: Int64,
-        ids_token: Int64,
-        ids_head: Int64,
-        ids_slot: Int64,
-        page_table_row: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        k_scale_head: Int64,
-        v_scale_head: Int64,
-        tokens: Int32,
-        requests: Int32,
-        width: Int32,
-        page_width: Int32,
-        pages: Int32,
-        page_bits: Int32,
-        reach: Int32,
-        group: Int32,
-        causal: Int32,
-        bf16_query: Int32,
-        softmax_scale: Float32,
-        requests_per_token: Float32,
-        stream: cuda.CUstream,
-    ):
-        example = tma.example_map(cutlass.Uint8)
-        self.kernel(
-            example,
-            example,
-            q,
-            k,
-            v,
-            ids,
-            page_table,
-            cu_seqlens,
-            seqused,
-            out,
-            lse,
-            k_scale,
-            v_scale,
-            q_token,
-            q_head,
-            k_page,
-            k_head,
-            k_token,
-            v_page,
-            v_head,
-            v_token,
-            ids_token,
-            ids_head,
-            ids_slot,
-            page_table_row,
-            out_token,
-            out_head,
-            lse_token,
-            lse_head,
-            k_scale_head,
-            v_scale_head,
-            tokens,
-            requests,
-            width,
-            page_width,
-            pages,
-            page_bits,
-            reach,
-            group,
-            causal,
-            bf16_query,
-            softmax_scale,
-            requests_per_token,
-        ).launch(
-            grid=[self.splits, 1, 1],  # the host's launch has tokens * splits, KV heads
-            block=[self.threads, 1, 1],
-            cluster=[self.splits, 1, 1] if self.splits > 1 else None,
-            smem=self.dynamic_smem,
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,
-            stream=stream,
-        )
-
 
 # (CTAs a row, CTAs an SM), from sweeps on an H200: docs/decode.md. A register cap costs more than a CTA more gives.
 GEOMETRIES = [(1, 2), (2, 1), (4, 2), (16, 2)]
@@ -517,5 +421,4 @@ VARIANTS = [(dtype, *g) for dtype in ("bf16", "f16", "e4m3", "e5m2") for g in GE
 
 
 def programs():
-    example = [Int64(16)] * 29 + [Int32(1)] * 10 + [Float32(1.0)] * 2
-    return [Program(f"decode_{v[0]}_s{v[1]}", Decode(*v), example) for v in VARIANTS]
+    return [Program(f"decode_{v[0]}_s{v[1]}", Decode(*v)) for v in VARIANTS]

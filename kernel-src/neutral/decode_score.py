@@ -32,14 +32,13 @@ Limits
     is read or written.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import ptx, smem
 from shared.index_tile import BLOCK, DTYPES, MASKED, NEG_INF, SLAB, IndexTile
-from shared.program import Program
+from shared.program import Kernel, Program
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -48,8 +47,10 @@ THREADS = 32 * WARPS
 TILES = {1: (4, 4), 2: (3, 3), 4: (2, 2)}
 
 
-class DecodeScore(IndexTile):
+class DecodeScore(Kernel, IndexTile):
     """One variant of the kernel."""
+
+    threads = THREADS
 
     def __init__(self, query, key, tiles):
         super().__init__(query, key, tiles, slabs=BLOCK // WARPS // SLAB)
@@ -229,70 +230,10 @@ class DecodeScore(IndexTile):
         left = ptx.select((page >= 0) & (page < num_pages), left, Int32(0))
         self.request_keys(keys, own_key + Int64(page) * page_stride, token_stride, left, g)
 
-    @cute.jit
-    def entry(
-        self,
-        scores: Int64,
-        index_q: Int64,
-        index_k: Int64,
-        block_table: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        scores_token_stride: Int64,
-        scores_head_stride: Int64,
-        q_token_stride: Int64,
-        q_head_stride: Int64,
-        k_page_stride: Int64,
-        k_token_stride: Int64,
-        table_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        num_heads: Int32,
-        num_pages: Int32,
-        table_width: Int32,
-        page_shift: Int32,
-        num_blocks: Int32,
-        ahead: Int32,
-        fill: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            scores,
-            index_q,
-            index_k,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            scores_token_stride,
-            scores_head_stride,
-            q_token_stride,
-            q_head_stride,
-            k_page_stride,
-            k_token_stride,
-            table_stride,
-            num_tokens,
-            num_requests,
-            num_heads,
-            num_pages,
-            table_width,
-            page_shift,
-            num_blocks,
-            ahead,
-            fill,
-        ).launch(
-            grid=[num_blocks, num_requests, 1],
-            block=[THREADS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=0,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 13 + [Int32(1)] * 9
     return [
-        Program(f"decode_score_{query}_{key}_n{8 * tiles}", DecodeScore(query, key, tiles), example)
+        Program(f"decode_score_{query}_{key}_n{8 * tiles}", DecodeScore(query, key, tiles))
         for query, key in DTYPES
         for tiles in TILES
     ]

@@ -47,13 +47,12 @@ Limits
     units need not match: lists then have gaps (heads and entries as they were) and tiles may be lost.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from shared import pieces, ptx, smem
-from shared.program import Program
+from shared.program import Kernel, Program
 
 THREADS = 256
 UNIT_BITS = 8
@@ -142,15 +141,8 @@ def total_bits(words):
     return counts[0]
 
 
-def prefix_in_warp(x, lane):
-    """Sum over the lanes up to and including this one."""
-    for distance in (1, 2, 4, 8, 16):
-        before = ptx.shuffle_up(x, distance)
-        x = x + ptx.select(lane >= distance, before, Int32(0))
-    return x
-
-
-class Count:
+class Count(Kernel):
+    threads = THREADS
     dynamic_smem = BITMAP_BYTES
 
     @cute.kernel
@@ -225,58 +217,9 @@ class Count:
             if inside:
                 ptx.store_words(state + (Int64(token) * Int64(heads) + Int64(head)) * 8, [mask, mine])
 
-    @cute.jit
-    def entry(
-        self,
-        ids: Int64,
-        page_table: Int64,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        formulation: Int64,
-        counts: Int64,
-        state: Int64,
-        ids_token: Int64,
-        ids_head: Int64,
-        ids_slot: Int64,
-        page_table_row: Int64,
-        tokens: Int32,
-        requests: Int32,
-        heads: Int32,
-        width: Int32,
-        page_width: Int32,
-        pages: Int32,
-        page_bits: Int32,
-        reach: Int32,
-        blocks: Int32,
-        causal: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            ids,
-            page_table,
-            cu_seqlens,
-            seqused,
-            formulation,
-            counts,
-            state,
-            ids_token,
-            ids_head,
-            ids_slot,
-            page_table_row,
-            tokens,
-            requests,
-            heads,
-            width,
-            page_width,
-            pages,
-            page_bits,
-            reach,
-            blocks,
-            causal,
-        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
-
-class Scan:
+class Scan(Kernel):
+    threads = THREADS
     dynamic_smem = 64
 
     @cute.kernel
@@ -331,7 +274,7 @@ class Scan:
                     total = total + ptx.clamp(found[i], Int32(0), Int32(THREADS))
                 place = place + unit_step * UNITS
             tiles = (total + (Int32(1) << tile_bits) - 1) >> tile_bits
-            upto = prefix_in_warp(tiles, lane)
+            upto = ptx.warp_prefix_sum(tiles, lane)
             if lane == 31:
                 smem.store_i32(base + warp * 4, upto)
             ptx.barrier()
@@ -361,48 +304,9 @@ class Scan:
         for chunk in cutlass.range(thread, chunks, THREADS, unroll=1):
             ptx.store_words(counters + Int64(chunk) * 16, [start, start, Int32(0), Int32(0)])
 
-    @cute.jit
-    def entry(
-        self,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        formulation: Int64,
-        counts: Int64,
-        bins: Int64,
-        rows: Int64,
-        counters: Int64,
-        tokens: Int32,
-        requests: Int32,
-        heads: Int32,
-        reach: Int32,
-        blocks: Int32,
-        chunk_bits: Int32,
-        chunk_heads: Int32,
-        tile_bits: Int32,
-        chunks: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            cu_seqlens,
-            seqused,
-            formulation,
-            counts,
-            bins,
-            rows,
-            counters,
-            tokens,
-            requests,
-            heads,
-            reach,
-            blocks,
-            chunk_bits,
-            chunk_heads,
-            tile_bits,
-            chunks,
-        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
 
-
-class Scatter:
+class Scatter(Kernel):
+    threads = THREADS
     dynamic_smem = BITMAP_BYTES + 64
 
     @cute.kernel
@@ -542,78 +446,10 @@ class Scatter:
             result = result + sums[w]
         return result
 
-    @cute.jit
-    def entry(
-        self,
-        ids: Int64,
-        page_table: Int64,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        state: Int64,
-        counts: Int64,
-        bins: Int64,
-        rows: Int64,
-        chunks: Int64,
-        heads_out: Int64,
-        entries: Int64,
-        ids_token: Int64,
-        ids_head: Int64,
-        ids_slot: Int64,
-        page_table_row: Int64,
-        tokens: Int32,
-        requests: Int32,
-        heads: Int32,
-        width: Int32,
-        page_width: Int32,
-        pages: Int32,
-        page_bits: Int32,
-        reach: Int32,
-        blocks: Int32,
-        causal: Int32,
-        chunk_bits: Int32,
-        chunk_heads: Int32,
-        tile_bits: Int32,
-        segments: Int32,
-        most_tiles: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            ids,
-            page_table,
-            cu_seqlens,
-            seqused,
-            state,
-            counts,
-            bins,
-            rows,
-            chunks,
-            heads_out,
-            entries,
-            ids_token,
-            ids_head,
-            ids_slot,
-            page_table_row,
-            tokens,
-            requests,
-            heads,
-            width,
-            page_width,
-            pages,
-            page_bits,
-            reach,
-            blocks,
-            causal,
-            chunk_bits,
-            chunk_heads,
-            tile_bits,
-            segments,
-            most_tiles,
-        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
-
 
 def programs():
     return [
-        Program("invert_count", Count(), [Int64(16)] * 11 + [Int32(1)] * 10),
-        Program("invert_scan", Scan(), [Int64(16)] * 7 + [Int32(1)] * 9),
-        Program("invert_scatter", Scatter(), [Int64(16)] * 15 + [Int32(1)] * 15),
+        Program("invert_count", Count()),
+        Program("invert_scan", Scan()),
+        Program("invert_scatter", Scatter()),
     ]

@@ -1,6 +1,6 @@
 """Prefill combine: the partial results of a row's blocks become its output. Third stage of the KV-stationary prefill (op
-sparse_attention), after sm90/prefill.py, for chunks that no forward launch combines beside its own work: the last one,
-and all where a selection is wider than 16.
+sparse_attention), after sm90/ or sm100/prefill.py, for chunks that no forward launch combines beside its own work: the
+last one, and all where a selection is wider than 16.
 
 Problem, order
     shared/partials.py: for each token of a chunk and KV head, up to 32 slots with a partial o, m and l; slots ascend. A row
@@ -19,19 +19,18 @@ Limits
     K <= 32; byte strides of `out` multiples of 16.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import partials as form
 from shared import ptx, smem, softmax
-from shared.program import Program
+from shared.program import Kernel, Program
 
 BATCH = 16  # slots whose loads are under way together
 
 
-class PrefillCombine:
+class PrefillCombine(Kernel):
     """One variant: dtype of partials and output, rows of a partial, whether for K > 16."""
 
     def __init__(self, dtype, rows, wide):
@@ -68,10 +67,11 @@ class PrefillCombine:
         ctas, _, _ = cute.arch.grid_dim()
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        target = (out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head)
+        output = form.Output(out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head)
+        chunk = form.Chunk(first_token, tokens, first_head)
+        shape = form.Shape(chunk_heads, kv_heads, group, width, selective)
         if cutlass.const_expr(self.wide):
-            heads = (first_head, chunk_heads, kv_heads)
-            self.combine_row(thread, cta, partials, sums, state, *target, first_token, *heads, group, width)
+            self.combine_row(thread, cta, partials, sums, state, output, chunk, shape)
         else:
             base = smem.base(128)
             rows = tokens * chunk_heads
@@ -84,14 +84,9 @@ class PrefillCombine:
                 partials,
                 sums,
                 state,
-                *target,
-                first_token,
-                first_head,
-                chunk_heads,
-                kv_heads,
-                group,
-                width,
-                selective,
+                output,
+                chunk,
+                shape,
             )
 
     @cute.jit
@@ -102,21 +97,13 @@ class PrefillCombine:
         partials: Int64,
         sums: Int64,
         state: Int64,
-        out: Int64,
-        lse: Int64,
-        v_scale: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        v_scale_head: Int64,
-        first_token: Int32,
-        first_head: Int32,
-        chunk_heads: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        width: Int32,
+        output: form.Output,
+        chunk: form.Chunk,
+        shape: form.Shape,
     ):
+        out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head = output
+        first_token, _, first_head = chunk
+        chunk_heads, kv_heads, group, width, _ = shape
         lane = thread & 31
         unit = thread >> 7
         local = local_row // chunk_heads
@@ -143,7 +130,7 @@ class PrefillCombine:
             total = acc[8]
             scale = softmax.output_factor(total, ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head))
             words = [self.partials.pack(acc[2 * k] * scale, acc[2 * k + 1] * scale) for k in range(4)]
-            words = self.partials.transpose(words, lane & 3)
+            words = ptx.transpose_quad(words, lane & 3)
             if row < group:
                 query_head = Int64(head * group + row)
                 part = (thread >> 5) & 3
@@ -173,57 +160,10 @@ class PrefillCombine:
                 for c, x in enumerate(form.unpack(word)):
                     acc[2 * k + c] = ptx.fma(x, weight, acc[2 * k + c])
 
-    @cute.jit
-    def entry(
-        self,
-        partials: Int64,
-        sums: Int64,
-        state: Int64,
-        out: Int64,
-        lse: Int64,
-        v_scale: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        v_scale_head: Int64,
-        first_token: Int32,
-        tokens: Int32,
-        first_head: Int32,
-        chunk_heads: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        width: Int32,
-        selective: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            partials,
-            sums,
-            state,
-            out,
-            lse,
-            v_scale,
-            out_token,
-            out_head,
-            lse_token,
-            lse_head,
-            v_scale_head,
-            first_token,
-            tokens,
-            first_head,
-            chunk_heads,
-            kv_heads,
-            group,
-            width,
-            selective,
-        ).launch(grid=[1, 1, 1], block=[self.threads, 1, 1], smem=self.dynamic_smem, stream=stream)
-
 
 def programs():
-    example = [Int64(16)] * 11 + [Int32(1)] * 8
     return [
-        Program(f"prefill_combine_{dtype}_r{rows}{'_wide' if wide else ''}", PrefillCombine(dtype, rows, wide), example)
+        Program(f"prefill_combine_{dtype}_r{rows}{'_wide' if wide else ''}", PrefillCombine(dtype, rows, wide))
         for dtype in ("bf16", "f16")
         for rows in (16, 8)
         for wide in (False, True)

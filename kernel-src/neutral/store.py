@@ -24,13 +24,12 @@ Limits
     One launch converts from one source to one target dtype; what needs no conversion may have any dtype beside it.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import ptx
-from shared.program import Program
+from shared.program import Kernel, Program
 
 THREADS = 128
 LANES = 8  # a row
@@ -45,10 +44,10 @@ VARIANTS.update(
 )
 
 
-class Store:
+class Store(Kernel):
     """One variant of the kernel."""
 
-    dynamic_smem = 0
+    threads = THREADS
 
     def __init__(self, conversion):
         self.conversion = conversion
@@ -160,90 +159,6 @@ class Store:
             address = target + Int64((lane + i * LANES) * (4 * each))
             ptx.store_words(address, words[i * each : (i + 1) * each])
 
-    @cute.jit
-    def entry(
-        self,
-        k: Int64,
-        v: Int64,
-        index_k: Int64,
-        k_cache: Int64,
-        v_cache: Int64,
-        index_cache: Int64,
-        slots: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_token_stride: Int64,
-        k_head_stride: Int64,
-        v_token_stride: Int64,
-        v_head_stride: Int64,
-        index_token_stride: Int64,
-        k_cache_page_stride: Int64,
-        k_cache_head_stride: Int64,
-        k_cache_token_stride: Int64,
-        v_cache_page_stride: Int64,
-        v_cache_head_stride: Int64,
-        v_cache_token_stride: Int64,
-        index_cache_page_stride: Int64,
-        index_cache_token_stride: Int64,
-        k_scale_stride: Int32,
-        v_scale_stride: Int32,
-        num_tokens: Int32,
-        num_heads: Int32,
-        slot_bytes: Int32,
-        page_size: Int32,
-        num_slots: Int32,
-        index_page_size: Int32,
-        index_num_slots: Int32,
-        kv_chunks: Int32,
-        index_chunks: Int32,
-        kv_convert: Int32,
-        index_convert: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            k,
-            v,
-            index_k,
-            k_cache,
-            v_cache,
-            index_cache,
-            slots,
-            k_scale,
-            v_scale,
-            k_token_stride,
-            k_head_stride,
-            v_token_stride,
-            v_head_stride,
-            index_token_stride,
-            k_cache_page_stride,
-            k_cache_head_stride,
-            k_cache_token_stride,
-            v_cache_page_stride,
-            v_cache_head_stride,
-            v_cache_token_stride,
-            index_cache_page_stride,
-            index_cache_token_stride,
-            k_scale_stride,
-            v_scale_stride,
-            num_tokens,
-            num_heads,
-            slot_bytes,
-            page_size,
-            num_slots,
-            index_page_size,
-            index_num_slots,
-            kv_chunks,
-            index_chunks,
-            kv_convert,
-            index_convert,
-        ).launch(
-            grid=[cute.ceil_div(num_tokens, TOKENS), 2 * num_heads + 1, 1],
-            block=[THREADS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 22 + [Int32(1)] * 13
-    return [Program(f"store_{name}", Store(conversion), example) for name, conversion in VARIANTS.items()]
+    return [Program(f"store_{name}", Store(conversion)) for name, conversion in VARIANTS.items()]

@@ -23,13 +23,12 @@ Limits
     row.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from shared import ptx, select, smem
-from shared.program import Program
+from shared.program import Kernel, Program
 
 BLOCK = 128
 REQUEST_LOADS = 4  # in flight: up to 128 requests are one latency
@@ -38,7 +37,7 @@ REQUEST_LOADS = 4  # in flight: up to 128 requests are one latency
 SHAPES = {"narrow": (4, 2), "wide": (4, 8), "long": (16, 16)}
 
 
-class TopK:
+class TopK(Kernel):
     """One variant of the kernel."""
 
     def __init__(self, warps, slots):
@@ -123,54 +122,6 @@ class TopK:
             count = count + Int32(end <= token)
         return count
 
-    @cute.jit
-    def entry(
-        self,
-        out: Int64,
-        scores: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        out_slot_stride: Int64,
-        scores_token_stride: Int64,
-        scores_head_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        num_heads: Int32,
-        num_blocks: Int32,
-        reach: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            out,
-            scores,
-            cu_seqlens_q,
-            seqused_k,
-            out_token_stride,
-            out_head_stride,
-            out_slot_stride,
-            scores_token_stride,
-            scores_head_stride,
-            num_tokens,
-            num_requests,
-            num_heads,
-            num_blocks,
-            reach,
-            topk,
-            local_blocks,
-            init_blocks,
-        ).launch(
-            grid=[num_tokens * num_heads, 1, 1],
-            block=[self.threads, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-        )
-
 
 def programs():
-    example = [Int64(16)] * 9 + [Int32(1)] * 8
-    return [Program(f"topk_{name}", TopK(*shape), example) for name, shape in SHAPES.items()]
+    return [Program(f"topk_{name}", TopK(*shape)) for name, shape in SHAPES.items()]

@@ -34,13 +34,12 @@ Limits
     K <= 32; blocks < 2^16; T * H * K < 2^31. Ids, pages, lengths and offsets may hold anything.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import ptx, smem
-from shared.program import Program
+from shared.program import Kernel, Program
 
 TOKENS = 8  # a tile
 WARPS = 8
@@ -67,9 +66,10 @@ def find_request(cu_seqlens: Int64, slot: Int32, requests: Int32, lane: Int32):
     return low
 
 
-class UnionLists:
+class UnionLists(Kernel):
     """The lists of all tiles."""
 
+    threads = 32 * WARPS
     dynamic_smem = WARPS * WARP_BYTES
 
     @cute.kernel
@@ -143,23 +143,7 @@ class UnionLists:
                 block[j] = ptx.select((block[j] >= 0) & (block[j] < ((visible + 127) >> 7)), block[j], Int32(-1))
 
             # -- union, ascending
-            total = Int32(0)
-            for first_block in cutlass.range(0, (used + 127) >> 7, WINDOW, unroll=1):
-                window = first_block >> 11
-                mine = [(block[j] >> 11) == window for j in range(TOKENS)]
-                some = mine[0]
-                for j in cutlass.range_constexpr(1, TOKENS):
-                    some = some | mine[j]
-                if ptx.ballot(Int32(some)) != 0:
-                    for i in cutlass.range_constexpr(WINDOW // 512):
-                        smem.store_i32x4(masks + i * 512 + lane * 16, [Int32(0)] * 4)
-                    ptx.warp_barrier()
-                    for j in cutlass.range_constexpr(TOKENS):
-                        inside = block[j] & (WINDOW - 1)
-                        bit = Int32(1 << j) << ((inside & 3) * 8)
-                        smem.or_i32_if(masks + (inside & -4), bit, Int32(mine[j]))
-                    ptx.warp_barrier()
-                    total = self.compact(masks, listed, first_block, total, lane)
+            total = self.unite(masks, listed, block, used, lane)
             ptx.warp_barrier()
 
             # -- pages; blocks without any are dropped
@@ -204,6 +188,28 @@ class UnionLists:
                 ptx.store_words(counts + item * 4, [kept | (distinct << 10) | (pairs << 20)])
 
     @cute.jit
+    def unite(self, masks: Int32, listed: Int32, block: list, used: Int32, lane: Int32):
+        """Lists the blocks that some token chose; `block`: each token's in the lane's slot. Returns how many."""
+        total = Int32(0)
+        for first_block in cutlass.range(0, (used + 127) >> 7, WINDOW, unroll=1):
+            window = first_block >> 11
+            mine = [(block[j] >> 11) == window for j in range(TOKENS)]
+            some = mine[0]
+            for j in cutlass.range_constexpr(1, TOKENS):
+                some = some | mine[j]
+            if ptx.ballot(Int32(some)) != 0:
+                for i in cutlass.range_constexpr(WINDOW // 512):
+                    smem.store_i32x4(masks + i * 512 + lane * 16, [Int32(0)] * 4)
+                ptx.warp_barrier()
+                for j in cutlass.range_constexpr(TOKENS):
+                    inside = block[j] & (WINDOW - 1)
+                    bit = Int32(1 << j) << ((inside & 3) * 8)
+                    smem.or_i32_if(masks + (inside & -4), bit, Int32(mine[j]))
+                ptx.warp_barrier()
+                total = self.compact(masks, listed, first_block, total, lane)
+        return total
+
+    @cute.jit
     def compact(self, masks: Int32, listed: Int32, first_block: Int32, total: Int32, lane: Int32):
         """Appends the window's blocks to the list; returns its new length."""
         lower = ptx.lanes_below()
@@ -223,69 +229,11 @@ class UnionLists:
                     position = position + present
         return total
 
-    @cute.jit
-    def entry(
-        self,
-        ids: Int64,
-        page_table: Int64,
-        cu_seqlens: Int64,
-        seqused: Int64,
-        tiles: Int64,
-        counts: Int64,
-        words: Int64,
-        pages_out: Int64,
-        ids_token: Int64,
-        ids_head: Int64,
-        ids_slot: Int64,
-        page_table_row: Int64,
-        tokens: Int32,
-        requests: Int32,
-        width: Int32,
-        page_width: Int32,
-        pages: Int32,
-        page_bits: Int32,
-        reach: Int32,
-        causal: Int32,
-        slots: Int32,
-        capacity: Int32,
-        by_entry: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            ids,
-            page_table,
-            cu_seqlens,
-            seqused,
-            tiles,
-            counts,
-            words,
-            pages_out,
-            ids_token,
-            ids_head,
-            ids_slot,
-            page_table_row,
-            tokens,
-            requests,
-            width,
-            page_width,
-            pages,
-            page_bits,
-            reach,
-            causal,
-            slots,
-            capacity,
-            by_entry,
-        ).launch(
-            grid=[cute.ceil_div(slots, WARPS), 1, 1],
-            block=[32 * WARPS, 1, 1],
-            smem=self.dynamic_smem,
-            stream=stream,
-        )
 
-
-class UnionChoice:
+class UnionChoice(Kernel):
     """The formulation of each request, a CTA a request."""
 
+    threads = CHOICE_THREADS
     dynamic_smem = 256
 
     @cute.kernel
@@ -331,27 +279,6 @@ class UnionChoice:
                 dense = Float32(distinct) * Float32(4.0) >= threshold * Float32(pairs)
                 ptx.store_words(choice + Int64(request) * 4, [Int32(dense & (pairs > 0))])
 
-    @cute.jit
-    def entry(
-        self,
-        cu_seqlens: Int64,
-        counts: Int64,
-        choice: Int64,
-        requests: Int32,
-        slots: Int32,
-        heads: Int32,
-        threshold: Float32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(cu_seqlens, counts, choice, requests, slots, heads, threshold).launch(
-            grid=[requests, 1, 1], block=[CHOICE_THREADS, 1, 1], smem=self.dynamic_smem, stream=stream
-        )
-
 
 def programs():
-    lists = [Int64(16)] * 12 + [Int32(1)] * 11
-    choice = [Int64(16)] * 3 + [Int32(1)] * 3 + [Float32(1.0)]
-    return [
-        Program("union_lists", UnionLists(), lists),
-        Program("union_choice", UnionChoice(), choice),
-    ]
+    return [Program("union_lists", UnionLists()), Program("union_choice", UnionChoice())]

@@ -15,10 +15,9 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below, sm90_col_to
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack import layout_utils
 
-from shared import ptx, smem, tma
-from shared.softmax import LOG2_E, SMALLEST
+from shared import ptx, smem, softmax, tma
 
-LARGEST = 3.4028234663852886e38  # finite
+NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 KEYS = 128  # of a block
 PER_LANE = 4  # requests that a lane looks at in a round of the search
 HALF = KEYS * 128  # bytes of 64 columns of a key tile
@@ -46,11 +45,19 @@ class Tile:
 
 
 def logit_scale(scale):
-    """|scale| as a factor from scores to log2 units. Neither 0 nor infinite: times the -inf and 0 that stand for the maximum
-    of a row that sees nothing, both are NaN.
+    """|scale| as a factor from scores to log2 units, and what becomes of the query: 0 for nothing, 1 if it is negated, -1 if
+    it becomes NaN. The factor is neither 0 nor infinite: times the -inf and 0 that stand for the maximum of a row that sees
+    nothing, both are NaN.
     """
-    size = ptx.absolute(scale) * LOG2_E
-    return ptx.maximum(ptx.select(size > Float32(LARGEST), Float32(LARGEST), size), Float32(SMALLEST))
+    scale = softmax.finite_or_nan(scale * softmax.LOG2_E)
+    change = ptx.select(scale >= Float32(0.0), Int32(0), ptx.select(scale < Float32(0.0), Int32(1), Int32(-1)))
+    return ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST)), change
+
+
+def changed(words, change):
+    """Words of a query for which `change` is not 0."""
+    fill = ptx.select(change < 0, Int32(softmax.NAN_PAIR), Int32(0))
+    return [(w ^ Int32(NEGATE)) | fill for w in words]
 
 
 class OneTile:
@@ -98,15 +105,28 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Paging:
+    """A request's row of the page table."""
+
+    row: Int64
+    width: Int32
+    pages: Int32  # that the cache has
+    shift: Int32  # log2 of the pages a block has
+
+    def is_missing(self, n_block, part):
+        """Whether one of the pages of a block is none of the cache's."""
+        entry = (n_block << self.shift) + (self.shift & part)
+        page = ptx.load_i32_if(self.row + Int64(entry) * 4, Int32(entry < self.width), -1)
+        return (page < 0) | (page >= self.pages)
+
+
+@dataclass(frozen=True)
 class Mask:
     """The mask of one thread's two rows."""
 
     ends: tuple  # the rows' visible ends, less the thread's first column
-    bad_pages: Int32
-    page_row: Int64
-    page_width: Int32
-    pages: Int32
-    page_shift: Int32  # log2 of the pages a block has
+    bad_pages: Int32  # of the tile: 0 if all are the cache's
+    paging: Paging
 
     @cute.jit
     def apply_mask(self, acc_S, n_block, **unused):
@@ -117,9 +137,7 @@ class Mask:
             mask_r2p_lambda(scores[r, None], lambda s, limit=limit: r2p_bitmask_below(limit, s), rank1=True)
         if self.bad_pages != 0:
             for part in cutlass.range_constexpr(2):
-                entry = (n_block << self.page_shift) + (self.page_shift & part)
-                page = ptx.load_i32_if(self.page_row + Int64(entry) * 4, Int32(entry < self.page_width), -1)
-                if (page < 0) | (page >= self.pages):
+                if self.paging.is_missing(n_block, part):
                     for r in cutlass.range_constexpr(2):
                         for c in cutlass.range_constexpr(16):
                             scores[r, 16 * part + c] = -Float32.inf
@@ -150,19 +168,6 @@ class Output:
 def row_of(thread, r):
     """The tile's row that a consumer thread holds as its first (r = 0) or second one."""
     return (thread >> 5) * 16 + ((thread & 31) >> 2) + 8 * r
-
-
-def transpose_quad(words, t):
-    """Four lanes with four words each: word i of lane t becomes word t of lane i."""
-    words = list(words)
-    for distance in (1, 2):
-        low = (t & distance) == 0
-        for a in [i for i in range(4) if not i & distance]:
-            b = a + distance
-            sent = ptx.select(low, words[b], words[a])
-            came = ptx.shuffle_xor(sent, distance)
-            words[a], words[b] = ptx.select(low, words[a], came), ptx.select(low, came, words[b])
-    return words
 
 
 class DenseTiles:
@@ -196,13 +201,10 @@ class DenseTiles:
             starts = [ptx.clamp(x, Int32(0), tokens) for x in loaded[: PER_LANE + 1]]
             sizes = [ptx.maximum_i32(starts[i + 1] - starts[i], Int32(0)) for i in range(PER_LANE)]
             tiles = [ptx.divide_u32(x + tile_tokens - 1, tile_tokens) for x in sizes]
-            upto = tiles[0] + tiles[1] + tiles[2] + tiles[3]
-            for i in cutlass.range_constexpr(5):
-                other = ptx.shuffle_up(upto, 1 << i)
-                upto = upto + ptx.select(lane >= (1 << i), other, Int32(0))
+            upto = ptx.warp_prefix_sum(tiles[0] + tiles[1] + tiles[2] + tiles[3], lane)
             hits = ptx.ballot(Int32(before + upto > index))
             if hits != 0:
-                hit = ptx.count_bits((hits & (0 - hits)) - 1)
+                hit = ptx.lowest_bit(hits)
                 # Of the lane's own requests; the last tile of a request, the longest with a causal mask, goes first.
                 end = before + upto
                 here = [Int32(0)] * 5
@@ -242,17 +244,15 @@ class DenseTiles:
                 tma.tma_load(at + HALF // 2, address, [Int32(64 * half), Int32(0), head, pages[1]], mbarrier)
 
     @cute.jit
-    def any_bad_page(
-        self, tile: Tile, lane: Int32, page_row: Int64, page_width: Int32, pages: Int32, page_shift: Int32
-    ):
+    def any_bad_page(self, tile: Tile, lane: Int32, paging: Paging):
         """Whether one of the tile's page numbers is none of the cache's; by the whole warp."""
-        end = ptx.minimum_i32(tile.block_max << page_shift, page_width)
+        end = ptx.minimum_i32(tile.block_max << paging.shift, paging.width)
         bad = Int32(0)
-        for start in cutlass.range((tile.block_min << page_shift) + lane, end + lane, 128, unroll=1):
+        for start in cutlass.range((tile.block_min << paging.shift) + lane, end + lane, 128, unroll=1):
             for i in cutlass.range_constexpr(4):
                 e = start + 32 * i
-                page = ptx.load_i32_if(page_row + Int64(e) * 4, Int32(e < end), 0)
-                bad = bad | Int32((page < 0) | (page >= pages))
+                page = ptx.load_i32_if(paging.row + Int64(e) * 4, Int32(e < end), 0)
+                bad = bad | Int32((page < 0) | (page >= paging.pages))
         return ptx.ballot(bad)
 
     @cute.jit

@@ -10,7 +10,8 @@ Column c of a tile of 8 keys is key c ^ 4 (c & 1): then no read below meets a ba
 Which k index of the product a dim gets is free as long as q and K agree, and so is which column of the output a dim
 gets. The 16-byte reads therefore need no shuffling: 16 bytes of a key in a lane are operands of two (16-bit) or four
 (fp8) k steps, and q is loaded to match. With fp8, output tile j has dims 16 c + (j ^ 8 ((c / 2) & 1)) as its columns c:
-half of the lanes read the upper 8 bytes of their chunk first, away from the others' banks. fp8 is widened exactly to fp16; P is rounded to the 16-bit type of the product. Registers g = lane / 4, t = lane % 4 as in mma.py.
+half of the lanes read the upper 8 bytes of their chunk first, away from the others' banks. fp8 is widened exactly to fp16;
+P is rounded to the 16-bit type of the product. Registers g = lane / 4, t = lane % 4 as in mma.py.
 """
 
 import cutlass
@@ -76,10 +77,11 @@ class HeadTile:
         """Q: 32 words, word 4 j + r = A register r of k step j; heads from `group` on are zeros.
 
         Returns, for rows g and g + 8, the factor > 0 from raw logits to log2 units: a negative `logit_scale` turns
-        the query.
+        the query, one that is NaN or infinite makes NaN of it.
         """
         g, t = lane >> 2, lane & 3
-        to_log2 = logit_scale * Float32(softmax.LOG2_E)
+        to_log2 = softmax.finite_or_nan(logit_scale * Float32(softmax.LOG2_E))
+        spoilt = ptx.select(softmax.is_finite(to_log2), Int32(0), Int32(softmax.NAN_PAIR))
         turn = ptx.select(to_log2 < Float32(0.0), Int32(SIGN_BITS), Int32(0))
         scale = []
         for half in range(2):
@@ -94,9 +96,10 @@ class HeadTile:
             if self.fp8:
                 words, grow = self.to_fp16(words, bf16_query != 0)
                 x = x * grow
-            scale.append(ptx.select(x == Float32(0.0), Float32(softmax.SMALLEST), x))
+            scale.append(ptx.maximum(x, Float32(softmax.SMALLEST)))
             for j in range(8):
-                Q[4 * j + half], Q[4 * j + 2 + half] = words[2 * j] ^ turn, words[2 * j + 1] ^ turn
+                for k in range(2):
+                    Q[4 * j + 2 * k + half] = (words[2 * j + k] ^ turn) | spoilt
         return scale
 
     def to_fp16(self, words, q_is_bf16):

@@ -53,24 +53,6 @@ def find_row(
     first = ptx.load_i32(cu_seqlens + Int64(guess) * 4)
     stop = ptx.load_i32(cu_seqlens + Int64(guess) * 4 + 4)
     used = ptx.load_i32(seqused + Int64(guess) * 4)
-    return check_row(cu_seqlens, seqused, token, lane, requests, guess, reach, causal, first, stop, used)
-
-
-@cute.jit
-def check_row(
-    cu_seqlens: Int64,
-    seqused: Int64,
-    token: Int32,
-    lane: Int32,
-    requests: Int32,
-    guess: Int32,
-    reach: Int32,
-    causal: Int32,
-    first: Int32,  # of the guessed request: its first token, the next one's, its length
-    stop: Int32,
-    used: Int32,
-):
-    """As `find_row`, of what has been read for the guess."""
     request = guess
     if (first > token) | (stop <= token):
         found = search_request(cu_seqlens, token, requests, lane)

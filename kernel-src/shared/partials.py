@@ -14,6 +14,8 @@ cp.async, 16 deep, and reads them back: no barrier, few registers, 32 KiB under 
 of query heads, one barrier a row.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -27,6 +29,37 @@ THREADS = 128
 BARRIER = 1
 
 
+class Output(NamedTuple):
+    """Where the rows' results go."""
+
+    out: Int64
+    lse: Int64  # 0: not wanted
+    v_scale: Int64  # 0: one
+    out_token: Int64  # strides in bytes
+    out_head: Int64
+    lse_token: Int64
+    lse_head: Int64
+    v_scale_head: Int64
+
+
+class Chunk(NamedTuple):
+    """A chunk's place among all tokens and KV heads."""
+
+    first_token: Int32
+    tokens: Int32
+    first_head: Int32
+
+
+class Shape(NamedTuple):
+    """The rows of every chunk."""
+
+    chunk_heads: Int32  # KV heads of a chunk
+    kv_heads: Int32  # in all
+    group: Int32
+    width: Int32
+    selective: Int32  # not 0: some sequences may not take part
+
+
 class Partials:
     ring_bytes = SLOTS * THREADS * 16
     weights_bytes = 2 * 16 * SLOTS * 4
@@ -38,22 +71,6 @@ class Partials:
         self.unpack = ptx.unpack_bf16 if dtype == "bf16" else ptx.unpack_fp16
         self.pack = ptx.pack_bf16 if dtype == "bf16" else ptx.pack_fp16
         self.value_bytes, self.sums_bytes = rows * 256, rows * 8  # of a slot
-
-    def transpose(self, words, t):
-        """Lane t of four gets word t of each of them, in their order."""
-        for distance in (1, 2):
-            mine = (t & distance) != 0
-            result = list(words)
-            for k in range(4):
-                if k & distance:
-                    continue
-                other = k | distance
-                sent = ptx.select(mine, words[k], words[other])
-                got = ptx.shuffle_xor(sent, distance)
-                result[k] = ptx.select(mine, got, words[k])
-                result[other] = ptx.select(mine, words[other], got)
-            words = result
-        return words
 
     def load_state(self, state, row, heads, ok):
         """(mask, takes part) of a row of the chunk; `state` begins with the chunk's first token and head."""
@@ -126,22 +143,13 @@ class Partials:
         partials: Int64,
         sums: Int64,
         state: Int64,
-        out: Int64,
-        lse: Int64,  # 0: not wanted
-        v_scale: Int64,  # 0: one
-        out_token: Int64,  # strides in bytes
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        v_scale_head: Int64,
-        first_token: Int32,
-        first_head: Int32,
-        chunk_heads: Int32,  # KV heads of the chunk
-        kv_heads: Int32,  # in all
-        group: Int32,
-        width: Int32,
-        selective: Int32,  # not 0: some sequences may not take part
+        output: Output,
+        chunk: Chunk,
+        shape: Shape,
     ):
+        out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head = output
+        first_token, _, first_head = chunk
+        chunk_heads, kv_heads, group, width, selective = shape
         lane = thread & 31
         state = state + (Int64(first_token) * Int64(kv_heads) + Int64(first_head)) * 8
         heads = (chunk_heads, kv_heads)
@@ -190,7 +198,7 @@ class Partials:
                         self.add_batch(acc, place, heads_weights, slot)
                         self.copy_batch(place, ahead, width, mask_ahead, slot)
                     words = [self.pack(acc[2 * k], acc[2 * k + 1]) for k in range(4)]
-                    words = self.transpose(words, lane & 3)
+                    words = ptx.transpose_quad(words, lane & 3)
                     query = unit * 8 + (lane >> 2)
                     if (query < group) & (mine != 0):
                         at = out + token64 * out_token + Int64(head * group + query) * out_head

@@ -1,11 +1,11 @@
-"""Loading warps of the KV-stationary prefill (sm90/prefill.py): lists in, tiles of K, V and Q out to shared memory.
+"""Loading warps of the KV-stationary prefill (sm90/ and sm100/prefill.py): lists in, tiles of K, V and Q to shared memory.
 
 Warp 0 walks the CTA's tiles and reads heads and entries (invert.py) two tiles ahead. K and V of a block are copied once a run
 of tiles, in turn into one ring of KV_STAGES: use 2 r is K of run r, use 2 r + 1 its V. Q is gathered into a ring of its own,
 a box of `rows` query heads for each token and half of D. fp8 blocks land in two raw buffers, one for K and one for V, and
-warps 1-3 widen them into the ring.
+the widening warps (of SM90: 1-3) widen them into the ring.
 
-A stage is full (mbarrier `full`) once its bytes are there or, widened, once the three widening warps have arrived; the
+A stage is full (mbarrier `full`) once its bytes are there or, widened, once the widening warps have arrived; the
 consumers' warps free it (`empty`). Rows of V that no token sees are made zeros: 0 * NaN is NaN.
 
 Rows that only some tokens see are those of the block that the tokens themselves lie in. Warp 0 looks through them at the end
@@ -14,11 +14,14 @@ with zeros behind what it sees, and its partial result is written over; to be th
 same place in the tile, and the tile's number the same remainder by `turns`. The end is told by tiles, too (END).
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import hopper, mma, ptx, smem, softmax, tma
+from shared.partials import Chunk
 
 CONSUMER_WARPS = 8
 TILE_BYTES = 32768  # 128 x 128 x 2
@@ -28,6 +31,25 @@ KV_STAGES = 3
 HEAD_BYTES, META_BYTES = 32, 128
 NEW, LAST, END = 1, 2, 4  # flags of a tile: first, last of its block in this CTA; none, behind the last one
 WIDENERS = 96
+
+
+class Source(NamedTuple):
+    """What the tiles are made of."""
+
+    q_map: Int64
+    k_map: Int64
+    v_map: Int64
+    heads: Int64  # of the tiles, as entries: invert.py
+    entries: Int64
+    k_scale: Int64  # 0: one
+    k_scale_head: Int64
+    q_policy: Int64  # L2 eviction priorities: of q, of K and V
+    kv_policy: Int64
+    chunk_heads: Int32  # KV heads of a chunk
+    group: Int32
+    width: Int32
+    page_bits: Int32
+    softmax_scale: Float32
 
 
 def step_of(number):
@@ -62,6 +84,15 @@ class TileLoader:
     def bar(self, base, name, stage):
         return base + self.mbarrier[name] + stage * 8
 
+    def share_of(self, chunks, chunk, most_tiles, part, parts):
+        """Tiles first .. stop - 1: part `part` of `parts` equal ones of a chunk."""
+        at = chunks + Int64(chunk) * 4
+        begin, end = ptx.load_i32_batch([(at, Int32(1), 0), (at + 4, Int32(1), 0)])
+        begin = ptx.clamp(begin, Int32(0), most_tiles)
+        count = ptx.clamp(end, begin, most_tiles) - begin
+        first = begin + Int32(Int64(count) * Int64(part) // Int64(parts))
+        return first, begin + Int32(Int64(count) * Int64(part + 1) // Int64(parts))
+
     # ---- warp 0 of the CTA
 
     def load_head(self, heads, tile, ok):
@@ -80,33 +111,17 @@ class TileLoader:
         q_parity: Int32,
         run: Int32,
         landed: Int32,
-        q_map: Int64,
-        k_map: Int64,
-        v_map: Int64,
-        heads: Int64,
-        entries: Int64,
-        k_scale: Int64,
-        k_scale_head: Int64,
-        q_policy: Int64,
-        kv_policy: Int64,
-        first_token: Int32,
-        chunk_tokens: Int32,
-        first_head: Int32,
-        chunk_heads: Int32,
-        group: Int32,
-        width: Int32,
-        page_bits: Int32,
-        softmax_scale: Float32,
+        source: Source,
+        chunk: Chunk,
     ):
         """The tiles first .. stop - 1; returns the rings' state, which begins with `empty_rings`."""
+        heads, entries, chunk_heads = source.heads, source.entries, source.chunk_heads
+        first_head = chunk.first_head
         number, packed, page_a, page_b, shift, columns = self.load_head(heads, first, Int32(1))
         head_next = self.load_head(heads, first + 1, Int32(first + 1 < stop))
         number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n = head_next
         entry = self.load_entry(entries, first, packed, lane, Int32(1))
         previous = Int32(-1)
-        limits = (chunk_tokens, width)
-        tile_of = (k_scale, k_scale_head, first_head, group, first_token, softmax_scale, q_map, q_policy)
-        block_of = (k_map, v_map, page_bits, kv_policy)
         published, run_first, run_published, run_least = Int32(0), first, Int32(0), Int32(127)
         for tile in cutlass.range(first, stop, 1, unroll=1):
             entry_n = self.load_entry(entries, tile + 1, packed_n, lane, Int32(tile + 1 < stop))
@@ -114,7 +129,7 @@ class TileLoader:
             number_2, packed_2, page_a_2, page_b_2, shift_2, columns_2 = head_2
 
             head = ptx.clamp(packed & 0xFFFF, first_head, first_head + chunk_heads - 1)
-            entry = self.sound(entry, *limits)
+            entry = self.sound(entry, source, chunk)
             # The consumers wait for a block at the first tile whatever its number is; a list with a gap may say -1.
             is_new = (tile == first) | (number != previous)
             is_last = (tile + 1 == stop) | (number_n != number)
@@ -124,7 +139,7 @@ class TileLoader:
                 run_least = ptx.warp_min(self.limit_of(entry, shift, columns))
             flags = ptx.select(is_new, Int32(NEW), Int32(0)) | ptx.select(is_last, Int32(LAST), Int32(0))
             tail = (flags, page_a, page_b, shift, columns, run, stage, q_parity, landed, run_least)
-            landed = self.publish(False, base, lane, entry, head, *tile_of, *block_of, *tail)
+            landed = self.publish(False, base, lane, source, chunk, entry, head, *tail)
             stage, q_parity = self.stage_after(stage, q_parity)
             published = published + 1
             if is_last & (run_least < (columns & 0xFF)):
@@ -132,7 +147,7 @@ class TileLoader:
                     again = (run_first, tile + 1, run_published, published)
                     state = (run, stage, q_parity, landed)
                     run, stage, q_parity, landed, published = self.publish_again(
-                        base, lane, heads, entries, *limits, *tile_of, *block_of, head, page_a, page_b, *again, *state
+                        base, lane, source, chunk, head, page_a, page_b, *again, *state
                     )
             previous = number
             number, packed, page_a, page_b, shift, columns = number_n, packed_n, page_a_n, page_b_n, shift_n, columns_n
@@ -163,9 +178,9 @@ class TileLoader:
         over = stage + 1 == self.q_stages
         return ptx.select(over, Int32(0), stage + 1), ptx.select(over, parity ^ 1, parity)
 
-    def sound(self, entry, chunk_tokens, width):
+    def sound(self, entry, source, chunk):
         """What a list says may be wrong; what it leads to lies within the chunk."""
-        good = (entry >= 0) & ((entry >> 5) < chunk_tokens) & ((entry & 31) < width)
+        good = (entry >= 0) & ((entry >> 5) < chunk.tokens) & ((entry & 31) < source.width)
         return ptx.select(good, entry, Int32(-1))
 
     def limit_of(self, entry, shift, columns):
@@ -194,20 +209,10 @@ class TileLoader:
         cut: cutlass.Constexpr,  # some rows of V are certain to be cut off
         base: Int32,
         lane: Int32,
+        source: Source,
+        chunk: Chunk,
         entry: Int32,  # of the lane's token
         head: Int32,
-        k_scale: Int64,
-        k_scale_head: Int64,
-        first_head: Int32,
-        group: Int32,
-        first_token: Int32,
-        softmax_scale: Float32,
-        q_map: Int64,
-        q_policy: Int64,
-        k_map: Int64,
-        v_map: Int64,
-        page_bits: Int32,
-        kv_policy: Int64,
         flags: Int32,
         page_a: Int32,
         page_b: Int32,
@@ -221,26 +226,27 @@ class TileLoader:
     ):
         """A tile: K and V of its block if it is the first of its run, Q, and what the consumers must know. Returns the
         parity of `v_landed`."""
-        pages = (page_a, page_b, page_bits, kv_policy)
+        pages = (page_a, page_b, source.page_bits, source.kv_policy)
         if (flags & NEW) != 0:
-            self.load_keys(base, lane, k_map, head, *pages, run)
+            self.load_keys(base, lane, source.k_map, head, *pages, run)
         q_full = self.bar(base, "q_full", stage)
         smem.mbarrier_wait(self.bar(base, "q_empty", stage), q_parity)
         meta = base + self.meta_at + stage * META_BYTES
         if lane < self.tokens:
             smem.store_i32(meta + lane * 4, entry)
         if lane == 16:
-            scale = softmax_scale * ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head)
-            scale = ptx.f32_bits(scale * Float32(softmax.LOG2_E))
-            smem.store_i32x4(meta + 64, [flags | ((head - first_head) << 8), shift, columns, scale])
+            scale = source.softmax_scale * ptx.load_f32_or_one(source.k_scale + Int64(head) * source.k_scale_head)
+            scale = ptx.f32_bits(softmax.finite_or_nan(scale * Float32(softmax.LOG2_E)))
+            smem.store_i32x4(meta + 64, [flags | ((head - chunk.first_head) << 8), shift, columns, scale])
         ptx.warp_barrier()
         present = ptx.count_bits(ptx.ballot(Int32((entry >= 0) & (lane < self.tokens))))
         if lane == 0:
             smem.mbarrier_expect(q_full, present * (self.rows * 256))
         ptx.warp_barrier()
-        self.ask_for_queries(base, lane, stage, q_map, entry, head, group, first_token, q_policy)
+        row = (head, source.group, chunk.first_token)
+        self.ask_for_queries(base, lane, stage, source.q_map, entry, *row, source.q_policy)
         if (flags & NEW) != 0:
-            landed = self.load_values(cut, base, lane, v_map, head, *pages, run, columns & 0xFF, landed, least)
+            landed = self.load_values(cut, base, lane, source.v_map, head, *pages, run, columns & 0xFF, landed, least)
         return landed
 
     @cute.jit
@@ -279,22 +285,8 @@ class TileLoader:
         self,
         base: Int32,
         lane: Int32,
-        heads: Int64,
-        entries: Int64,
-        chunk_tokens: Int32,
-        width: Int32,
-        k_scale: Int64,
-        k_scale_head: Int64,
-        first_head: Int32,
-        group: Int32,
-        first_token: Int32,
-        softmax_scale: Float32,
-        q_map: Int64,
-        q_policy: Int64,
-        k_map: Int64,
-        v_map: Int64,
-        page_bits: Int32,
-        kv_policy: Int64,
+        source: Source,
+        chunk: Chunk,
         head: Int32,
         page_a: Int32,
         page_b: Int32,
@@ -308,22 +300,21 @@ class TileLoader:
         landed: Int32,
     ):
         """A run's tokens that don't see all rows of V, each in a run of its own. Returns what has moved on."""
-        tile_of = (k_scale, k_scale_head, first_head, group, first_token, softmax_scale, q_map, q_policy)
-        block_of = (k_map, v_map, page_bits, kv_policy)
+        heads, entries = source.heads, source.entries
         for tile in cutlass.range(first, stop, 1, unroll=1):
             _, packed, _, _, shift, columns = self.load_head(heads, tile, Int32(1))
-            entry = self.sound(self.load_entry(entries, tile, packed, lane, Int32(1)), chunk_tokens, width)
+            entry = self.sound(self.load_entry(entries, tile, packed, lane, Int32(1)), source, chunk)
             limit = self.limit_of(entry, shift, columns)
             left = ptx.ballot(Int32(limit < (columns & 0xFF)))
             while left != 0:
-                token = ptx.count_bits((left & -left) - 1)
+                token = ptx.lowest_bit(left)
                 # A tile without tokens where it is the others' turn.
                 turn = ((published ^ number) & (self.turns - 1)) == 0
                 only = ptx.select(turn & (lane == token), entry, Int32(-1))
                 seen = (columns & ~0xFF) | (ptx.shuffle(limit, token) & 0xFF)
                 run = run + 1
                 tail = (Int32(NEW | LAST), page_a, page_b, shift, seen, run, stage, q_parity, landed, Int32(127))
-                landed = self.publish(True, base, lane, only, head, *tile_of, *block_of, *tail)
+                landed = self.publish(True, base, lane, source, chunk, only, head, *tail)
                 stage, q_parity = self.stage_after(stage, q_parity)
                 published = published + 1
                 left = ptx.select(turn, left & (left - 1), left)
@@ -448,7 +439,7 @@ class TileLoader:
                     hopper.mbarrier_arrive(full)
         return landed
 
-    # ---- warps 1-3, fp8 only
+    # ---- the widening warps, fp8 only
 
     @cute.jit
     def widen_blocks(self, base: Int32, thread: Int32, lane: Int32):

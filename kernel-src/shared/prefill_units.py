@@ -13,11 +13,11 @@ consumers, who see by a tile with END where a unit ends.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from shared import hopper, progress, ptx, smem
-from shared.partials import BARRIER, THREADS
-from shared.prefill_loader import CONSUMER_WARPS, TileLoader
+from shared.partials import BARRIER, THREADS, Chunk, Output, Shape
+from shared.prefill_loader import CONSUMER_WARPS, Source, TileLoader
 
 PLACES = 3  # chunks whose partials are kept
 # `progress` of a chunk, bytes
@@ -36,12 +36,11 @@ class Units(TileLoader):
     def release(self, base, lane, name, stage, ok):
         hopper.mbarrier_arrive_if(self.bar(base, name, stage), Int32((lane == 0) & (ok != 0)))
 
-    def piece_of(self, number, chunk_bits, all_tokens, chunk_heads):
-        """(first token, tokens, first KV head) of a chunk."""
+    def chunk_of(self, number, chunk_bits, all_tokens, chunk_heads):
         in_tokens = (all_tokens + (Int32(1) << chunk_bits) - 1) >> chunk_bits
         group = ptx.divide_u32(number, in_tokens)
         first = (number - group * in_tokens) << chunk_bits
-        return first, ptx.minimum_i32(all_tokens - first, Int32(1) << chunk_bits), group * chunk_heads
+        return Chunk(first, ptx.minimum_i32(all_tokens - first, Int32(1) << chunk_bits), group * chunk_heads)
 
     def place_of(self, number):
         return number - ptx.divide_u32(number, Int32(PLACES)) * PLACES
@@ -61,20 +60,7 @@ class Units(TileLoader):
         all_tokens: Int32,
         chunks: Int64,
         most_tiles: Int32,
-        q_map: Int64,
-        k_map: Int64,
-        v_map: Int64,
-        heads: Int64,
-        entries: Int64,
-        k_scale: Int64,
-        k_scale_head: Int64,
-        q_policy: Int64,
-        kv_policy: Int64,
-        chunk_heads: Int32,
-        group: Int32,
-        width: Int32,
-        page_bits: Int32,
-        softmax_scale: Float32,
+        source: Source,
     ):
         stage, q_parity, run, landed = self.empty_rings()
         which, freed = Int32(0), Int32(1)
@@ -84,46 +70,14 @@ class Units(TileLoader):
             following = progress.take(counters + GIVEN, lane)
             number = ptx.divide_u32(unit, ctas)
             part = unit - number * ctas
-            at = chunks + Int64(first_chunk + number) * 4
-            begin, end = ptx.load_i32_batch([(at, Int32(1), 0), (at + 4, Int32(1), 0)])
-            begin = ptx.clamp(begin, Int32(0), most_tiles)
-            count = ptx.clamp(end, begin, most_tiles) - begin
-            first = begin + Int32(Int64(count) * Int64(part) // Int64(ctas))
-            stop = begin + Int32(Int64(count) * Int64(part + 1) // Int64(ctas))
+            first, stop = self.share_of(chunks, first_chunk + number, most_tiles, part, ctas)
             if first < stop:
                 self.publish_unit(base, lane, which, freed, number)
                 which = which ^ 1
                 freed = freed ^ (which ^ 1)
-                first_token, tokens, first_head = self.piece_of(
-                    first_chunk + number, chunk_bits, all_tokens, chunk_heads
-                )
-                stage, q_parity, run, landed = self.produce(
-                    base,
-                    lane,
-                    first,
-                    stop,
-                    stage,
-                    q_parity,
-                    run,
-                    landed,
-                    q_map,
-                    k_map,
-                    v_map,
-                    heads,
-                    entries,
-                    k_scale,
-                    k_scale_head,
-                    q_policy,
-                    kv_policy,
-                    first_token,
-                    tokens,
-                    first_head,
-                    chunk_heads,
-                    group,
-                    width,
-                    page_bits,
-                    softmax_scale,
-                )
+                chunk = self.chunk_of(first_chunk + number, chunk_bits, all_tokens, source.chunk_heads)
+                rings = (stage, q_parity, run, landed)
+                stage, q_parity, run, landed = self.produce(base, lane, first, stop, *rings, source, chunk)
             else:
                 done = counters + Int64(number) * PROGRESS_BYTES + DONE
                 progress.add_if(done, Int32(CONSUMER_WARPS), lane == 0)
@@ -160,19 +114,8 @@ class Units(TileLoader):
         partials: Int64,
         sums: Int64,
         state: Int64,
-        out: Int64,
-        lse: Int64,
-        v_scale: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        lse_token: Int64,
-        lse_head: Int64,
-        v_scale_head: Int64,
-        chunk_heads: Int32,
-        kv_heads: Int32,
-        group: Int32,
-        width: Int32,
-        selective: Int32,
+        output: Output,
+        shape: Shape,
     ):
         units = chunk_count * ctas
         turn = Int32(0)
@@ -184,8 +127,8 @@ class Units(TileLoader):
                 done = counters + Int64(number) * PROGRESS_BYTES + DONE
                 progress.wait_for(done, ctas * CONSUMER_WARPS)
             hopper.named_barrier(BARRIER, THREADS)
-            first_token, tokens, first_head = self.piece_of(first_chunk + number, chunk_bits, all_tokens, chunk_heads)
-            rows = tokens * chunk_heads
+            chunk = self.chunk_of(first_chunk + number, chunk_bits, all_tokens, shape.chunk_heads)
+            rows = chunk.tokens * shape.chunk_heads
             before = Int64(self.place_of(number)) * Int64(place_slots)
             self.combine.walk(
                 base + self.ring_at,
@@ -196,21 +139,9 @@ class Units(TileLoader):
                 partials + before * self.combine.value_bytes,
                 sums + before * self.combine.sums_bytes,
                 state,
-                out,
-                lse,
-                v_scale,
-                out_token,
-                out_head,
-                lse_token,
-                lse_head,
-                v_scale_head,
-                first_token,
-                first_head,
-                chunk_heads,
-                kv_heads,
-                group,
-                width,
-                selective,
+                output,
+                chunk,
+                shape,
             )
             turn = turn ^ 1
             unit = self.next_combination(base, thread, counters, turn, units)

@@ -302,6 +302,19 @@ def shuffle_xor(x, distance):
     return asm(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;", "r", "r", [x])[0]
 
 
+def transpose_quad(words, t):
+    """Four lanes with four words each: word i of lane t becomes word t of lane i."""
+    words = list(words)
+    for distance in (1, 2):
+        high = (t & distance) != 0
+        for a in [i for i in range(4) if not i & distance]:
+            b = a + distance
+            sent = select(high, words[a], words[b])
+            came = shuffle_xor(sent, distance)
+            words[a], words[b] = select(high, came, words[a]), select(high, words[b], came)
+    return words
+
+
 def shuffle(x, lane):
     """x of the given lane."""
     return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "rr", [x, lane])[0]
@@ -334,6 +347,14 @@ def warp_min(x):
     return asm("redux.sync.min.s32 $0, $1, 0xffffffff;", "r", "r", [x])[0]
 
 
+def warp_prefix_sum(x, lane):
+    """Over the lanes up to and including this one."""
+    for distance in (1, 2, 4, 8, 16):
+        before = shuffle_up(x, distance)
+        x = x + select(lane >= distance, before, Int32(0))
+    return x
+
+
 def lanes_below():
     """Bit mask of the lanes before this one."""
     return asm("mov.u32 $0, %lanemask_lt;", "r", "", [], False)[0]
@@ -341,6 +362,11 @@ def lanes_below():
 
 def count_bits(x):
     return asm("popc.b32 $0, $1;", "r", "r", [x], False)[0]
+
+
+def lowest_bit(x):
+    """Its number."""
+    return count_bits((x & (0 - x)) - 1)
 
 
 # ---- integer and floating-point arithmetic

@@ -6,6 +6,8 @@ must score. Units of all requests in order make one range, of which a CTA takes 
 data that may be wrong: rows stay within the tensors whatever it holds.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -16,12 +18,31 @@ BLOCK_BITS = 7
 BLOCK = 1 << BLOCK_BITS
 
 
+class Batch(NamedTuple):
+    """The requests of a launch."""
+
+    cu_seqlens: Int64
+    seqused: Int64
+    num_requests: Int32
+    num_tokens: Int32
+
+
+class Tiling(NamedTuple):
+    """How a request's rows become tiles."""
+
+    reach: Int32  # tokens that the page table can hold
+    first_scored: Int32  # position from which on a row is scored
+    tile_shift: Int32  # log2 of a tile's tokens
+    free_blocks: Int32  # candidates of a row that need no score
+
+
 def candidates(position):
     return (position >> BLOCK_BITS) + 1
 
 
-def load_request(cu_seqlens, seqused, request, num_requests, num_tokens, reach):
+def load_request(batch, reach, request):
     """(first token, tokens, position of the first token) of a request; past the last one, none."""
+    cu_seqlens, seqused, num_requests, num_tokens = batch
     real = Int32(request < num_requests)
     start, stop, kv_len = ptx.load_i32_batch(
         [
@@ -69,21 +90,13 @@ def units_of_request(rows, position, tile_shift, free_blocks):
 
 
 @cute.jit
-def count_units(
-    cu_seqlens: Int64,
-    seqused: Int64,
-    num_requests: Int32,
-    num_tokens: Int32,
-    reach: Int32,
-    first_scored: Int32,
-    tile_shift: Int32,
-    free_blocks: Int32,
-    lane: Int32,
-):
+def count_units(batch: Batch, tiling: Tiling, lane: Int32):
     """Of all requests, by a whole warp."""
+    num_requests = batch.num_requests
+    reach, first_scored, tile_shift, free_blocks = tiling
     total = Int32(0)
     for first in cutlass.range(0, num_requests, 32, unroll=1):
-        found = load_request(cu_seqlens, seqused, first + lane, num_requests, num_tokens, reach)
+        found = load_request(batch, reach, first + lane)
         _, rows, position = scored_rows(*found, first_scored)
         total = total + ptx.warp_sum(units_of_request(rows, position, tile_shift, free_blocks))
     return total
@@ -94,36 +107,29 @@ def locate_unit(
     unit: Int32,
     group: Int32,  # 32 requests to begin with, a multiple of 32
     group_base: Int32,  # units of the requests before them
-    cu_seqlens: Int64,
-    seqused: Int64,
-    num_requests: Int32,
-    num_tokens: Int32,
-    reach: Int32,
-    first_scored: Int32,
-    tile_shift: Int32,
-    free_blocks: Int32,
+    batch: Batch,
+    tiling: Tiling,
     lane: Int32,
 ):
     """(group, group_base, request, first scored token, its position, rows, tile, units before the tile) of a unit, by a
     whole warp. No such unit: 0 rows."""
+    num_requests = batch.num_requests
+    reach, first_scored, tile_shift, free_blocks = tiling
     request, request_base = num_requests, Int32(0)
     while (request == num_requests) & (group < num_requests):
-        found = load_request(cu_seqlens, seqused, group + lane, num_requests, num_tokens, reach)
+        found = load_request(batch, reach, group + lane)
         _, rows, position = scored_rows(*found, first_scored)
         units = units_of_request(rows, position, tile_shift, free_blocks)
-        ends = units
-        for distance in (1, 2, 4, 8, 16):
-            below = ptx.shuffle_up(ends, distance)
-            ends = ends + ptx.select(lane >= distance, below, Int32(0))
+        ends = ptx.warp_prefix_sum(units, lane)
         hits = ptx.ballot(Int32(group_base + ends > unit))
         if hits != 0:
-            which = ptx.count_bits((hits & (0 - hits)) - 1)
+            which = ptx.lowest_bit(hits)
             request = group + which
             request_base = group_base + ptx.shuffle(ends - units, which)
         else:
             group_base = group_base + ptx.shuffle(ends, Int32(31))
             group = group + 32
-    found = load_request(cu_seqlens, seqused, request, num_requests, num_tokens, reach)
+    found = load_request(batch, reach, request)
     token, rows, position = scored_rows(*found, first_scored)
     # The last tile with at most unit - request_base units before it: 32 probes a round.
     wanted = unit - request_base

@@ -4,6 +4,8 @@ equal keys. Keys are those of shared/select.py.
 Blocks must be offered in ascending order of ids: an equal key then never passes one that is listed.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -11,6 +13,31 @@ from cutlass import Int32, Int64
 from shared import ptx, select
 
 NO_ID = 2147483647
+
+
+class Rows(NamedTuple):
+    """Where ids or scores go. A row of a tile is token << head_shift | head."""
+
+    out: Int64
+    token_stride: Int64  # bytes
+    head_stride: Int64
+    slot_stride: Int64
+    head_shift: Int32  # log2 of the heads
+    vectors: Int32  # 1: ids are contiguous, 16-byte aligned, and topk is a multiple of 4
+
+    def place(self, token, head):
+        return self.out + Int64(token) * self.token_stride + Int64(head) * self.head_stride
+
+    def address(self, first_token, row):
+        token = row >> self.head_shift
+        head = row - (token << self.head_shift)
+        return self.place(first_token + token, head)
+
+
+class Choice(NamedTuple):
+    topk: Int32
+    local_blocks: Int32
+    init_blocks: Int32
 
 
 def clear(keys, ids, length):
@@ -72,18 +99,16 @@ def sorting_network(n):
 
 @cute.jit
 def write_selection(
-    row: Int64,  # where the row's ids go
-    slot_stride: Int64,
-    vectors: Int32,  # 1: ids are contiguous, 16-byte aligned, and topk is a multiple of 4
+    rows: Rows,
+    place: Int64,  # of the row
     ids: cute.Tensor,
     length: cutlass.Constexpr,
     candidates: Int32,
-    topk: Int32,
-    local_blocks: Int32,
-    init_blocks: Int32,
+    choice: Choice,
 ):
     """The ids of a row with more than topk candidates, ascending: the forced ones and as many of the list as there is
     room for."""
+    topk, local_blocks, init_blocks = choice
     room = topk - local_blocks - init_blocks
     chosen = []
     for j in cutlass.range_constexpr(length):
@@ -94,11 +119,11 @@ def write_selection(
     for low, high in sorting_network(length):
         a, b = chosen[low], chosen[high]
         chosen[low], chosen[high] = ptx.minimum_i32(a, b), ptx.maximum_i32(a, b)
-    if vectors != 0:
+    if rows.vectors != 0:
         for j in cutlass.range_constexpr(0, length, 4):
             if j < topk:
-                ptx.store_words(row + Int64(4 * j), chosen[j : j + 4])
+                ptx.store_words(place + Int64(4 * j), chosen[j : j + 4])
     else:
         for j in cutlass.range_constexpr(length):
             if j < topk:
-                ptx.store_words(row + Int64(j) * slot_stride, [chosen[j]])
+                ptx.store_words(place + Int64(j) * rows.slot_stride, [chosen[j]])

@@ -1,4 +1,4 @@
-"""What feeds the consumers of sm90/prefill_score.py: shared memory, mbarriers, and the four warps that load.
+"""What feeds the consumers of sm90/ and sm100/prefill_score.py: shared memory, mbarriers, and the four warps that load.
 
 Warp 0 walks the units of this CTA's range. It publishes a record of each tile, copies the tile's queries, and each
 block's keys by halves of 64 tokens, with flags that say which half is on a page of the cache. Two records take turns; a
@@ -6,11 +6,13 @@ record without units is the end. Warps 1 - 3 write the rows that need no score; 
 first widen each stage of keys to fp16, exactly, and pass its flags on.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Int32, Int64
 
-from shared import hopper, mma, ptx, query_tiles, smem, tma
+from shared import hopper, mma, ptx, query_tiles, ranking, smem, tma
 
 BLOCK = query_tiles.BLOCK
 DIMS = 128
@@ -30,17 +32,30 @@ DTYPES = {
 }
 
 
+class Pages(NamedTuple):
+    """The page table."""
+
+    block_table: Int64
+    row_stride: Int64  # bytes
+    num_pages: Int32
+    width: Int32
+    shift: Int32  # 6 or 7: log2 of a page's tokens
+
+    def reach(self):
+        """Tokens that a row of the table can hold."""
+        return self.width << self.shift
+
+
 class ScoreLoaders:
     """The loaders' half of a variant: dtypes of queries and keys, rows of a tile."""
 
     def __init__(self, query, key, length, tiles, least_units):
         self.query, self.key = query, key
         self.length, self.tiles = length, tiles  # of a row's list; m64 tiles of a warpgroup
+        self.score_mode = length == 0
         self.mma_type = MMA_TYPES[DTYPES[query, key]]
         self.widen = key == "e4m3" and query != "e4m3"
         self.normalise = self.widen and query == "bf16"
-        self.query_type = MMA_TYPES[query]
-        self.key_type = MMA_TYPES[key]
         self.rows = 128 * self.tiles
         self.row_bits = 6 + self.tiles
         self.least_units = least_units  # of a CTA's range
@@ -96,6 +111,41 @@ class ScoreLoaders:
         smem.mbarrier_init(self.query_full(base), Int32(1))
         smem.mbarrier_init(self.query_empty(base), Int32(CONSUMER_WARPS))
 
+    # ---- warps 0 - 3
+
+    @cute.jit
+    def load(
+        self,
+        base: Int32,
+        warp: Int32,
+        thread: Int32,
+        maps,  # of the queries and of the keys
+        pages_of: Pages,
+        batch: query_tiles.Batch,
+        reach: Int32,
+        tile_shift: Int32,
+        to: ranking.Rows,
+        choice: ranking.Choice,
+        cta: Int32,
+        ctas: Int32,
+    ):
+        lane = thread & 31
+        topk, local_blocks, init_blocks = choice
+        if warp == 0:
+            # A row of more than topk candidates is scored; its forced blocks are not.
+            if cutlass.const_expr(self.score_mode):
+                first_scored, free_blocks, first_block = Int32(0), Int32(0), Int32(0)
+            else:
+                first_scored, free_blocks, first_block = topk * BLOCK, local_blocks + init_blocks, init_blocks
+            tiling = query_tiles.Tiling(pages_of.reach(), first_scored, tile_shift, free_blocks)
+            self.produce(base, *maps, pages_of, batch, tiling, first_block, lane, cta, ctas)
+        else:
+            if cutlass.const_expr(self.widen):
+                self.widen_keys(base, thread - 32)
+            if cutlass.const_expr(not self.score_mode):
+                worker, workers = cta * WIDENERS + thread - 32, ctas * WIDENERS
+                self.write_rows_without_scores(to, batch, reach, topk, worker, workers, lane)
+
     # ---- the producer: warp 0
 
     def load_page(self, table, token, page_shift, table_width):
@@ -132,26 +182,17 @@ class ScoreLoaders:
         base: Int32,
         map_q: Int64,
         map_k: Int64,
-        block_table: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        table_stride: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        tile_shift: Int32,
-        num_pages: Int32,
-        table_width: Int32,
-        page_shift: Int32,
-        first_scored: Int32,
-        free_blocks: Int32,
+        pages_of: Pages,
+        batch: query_tiles.Batch,
+        tiling: query_tiles.Tiling,
         first_block: Int32,
         lane: Int32,
         cta: Int32,
         ctas: Int32,
     ):
-        reach = table_width << page_shift
-        data = (cu_seqlens_q, seqused_k, num_requests, num_tokens, reach, first_scored, tile_shift, free_blocks, lane)
-        total = query_tiles.count_units(*data[:8], lane)
+        block_table, table_stride, num_pages, table_width, page_shift = pages_of
+        tile_shift, free_blocks = tiling.tile_shift, tiling.free_blocks
+        total = query_tiles.count_units(batch, tiling, lane)
         share = query_tiles.units_of_cta(total, ctas, self.least_units)
         unit = cta * share
         end = ptx.minimum_i32(unit + share, total)
@@ -164,7 +205,7 @@ class ScoreLoaders:
         while unit < end:
             if (tile << tile_shift) >= rows:
                 group, group_base, request, token, position, rows, tile, tile_base = query_tiles.locate_unit(
-                    unit, group, group_base, *data
+                    unit, group, group_base, batch, tiling, lane
                 )
             done = tile << tile_shift
             count = ptx.minimum_i32(rows - done, Int32(1) << tile_shift)
@@ -273,15 +314,8 @@ class ScoreLoaders:
     @cute.jit
     def write_rows_without_scores(
         self,
-        out: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        slot_stride: Int64,
-        cu_seqlens_q: Int64,
-        seqused_k: Int64,
-        num_tokens: Int32,
-        num_requests: Int32,
-        head_shift: Int32,
+        to: ranking.Rows,
+        batch: query_tiles.Batch,
         reach: Int32,
         topk: Int32,
         worker: Int32,
@@ -289,18 +323,17 @@ class ScoreLoaders:
         lane: Int32,
     ):
         """Rows with at most topk candidates take them all; rows of no request have none."""
+        num_requests, num_tokens, head_shift = batch.num_requests, batch.num_tokens, to.head_shift
         for first in cutlass.range(0, num_requests + 1, 32, unroll=1):
-            start, tokens, position = query_tiles.load_request(
-                cu_seqlens_q, seqused_k, first + lane, num_requests, num_tokens, reach
-            )
+            start, tokens, position = query_tiles.load_request(batch, reach, first + lane)
             tokens = ptx.clamp(topk * BLOCK - position, Int32(0), tokens)
             if first + lane == num_requests:
-                start = ptx.clamp(ptx.load_i32(cu_seqlens_q + Int64(num_requests) * 4), Int32(0), num_tokens)
+                start = ptx.clamp(ptx.load_i32(batch.cu_seqlens + Int64(num_requests) * 4), Int32(0), num_tokens)
                 tokens = num_tokens - start
                 position = Int32(-(1 << 31))  # no candidates at any of them
             left = ptx.ballot(Int32(tokens > 0))
             while left != 0:
-                which = ptx.count_bits((left & (0 - left)) - 1)
+                which = ptx.lowest_bit(left)
                 left = left & (left - 1)
                 first_token, rows = ptx.shuffle(start, which), ptx.shuffle(tokens, which) << head_shift
                 first_position = ptx.shuffle(position, which)
@@ -308,6 +341,6 @@ class ScoreLoaders:
                     token = r >> head_shift
                     head = r - (token << head_shift)
                     n = query_tiles.candidates(first_position + token)
-                    row = out + Int64(first_token + token) * token_stride + Int64(head) * head_stride
+                    row = to.place(first_token + token, head)
                     for j in cutlass.range(topk, unroll=1):
-                        ptx.store_words(row + Int64(j) * slot_stride, [ptx.select(j < n, j, Int32(-1))])
+                        ptx.store_words(row + Int64(j) * to.slot_stride, [ptx.select(j < n, j, Int32(-1))])

@@ -11,6 +11,9 @@ warp or CTA merged. A kernel that fixes the order of its terms gets the same bit
 references rarely differ between the pieces of a row, and then there is nothing to scale.
 
 A piece with nothing visible has m = EMPTY, l = 0, o = 0.
+
+A logit scale that is NaN or infinite makes NaN of every row that sees something and leaves empty rows empty: kernels take
+visible logits for NaN, -inf stays what is masked, and what scales both is finite.
 """
 
 from cutlass import Float32
@@ -21,8 +24,24 @@ LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 NEG_INF = float("-inf")
 STEP = 8.0  # of references
 EMPTY = -1.0e38  # finite, so that differences of two of them are not NaN
+LARGEST = 3.4028234663852886e38  # finite
 SMALLEST = 1.1754943508222875e-38  # stands for a factor 0: -inf * 0 would be NaN
+NAN_PAIR = 0x7FFF7FFF  # two 16-bit numbers, NaN in bf16 and in fp16
 SHIFT = 12582912.0 + 127.0  # 1.5 * 2^23 + bias: adding it to an integer leaves exponent bits at the bottom of the word
+
+
+def is_finite(x):
+    return ptx.absolute(x) <= Float32(LARGEST)
+
+
+def finite_or_nan(scale):
+    """NaN for an infinite scale, so that one comparison finds both."""
+    return ptx.select(is_finite(scale), scale, Float32(float("nan")))
+
+
+def sign_of(scale):
+    """What logits are multiplied by, `finite_or_nan` of their scale given: 1, or -1, or NaN."""
+    return ptx.select(scale >= Float32(0.0), Float32(1.0), ptx.select(scale < Float32(0.0), Float32(-1.0), scale))
 
 
 def power_of_two(difference):

@@ -1,8 +1,8 @@
-"""What feeds the consumers of sm90/prefill_union.py: shared memory, mbarriers, and the warps that load. They follow the
-tiles that the list warp publishes (shared/union_tiles.py).
+"""What feeds the consumers of sm90/ and sm100/prefill_union.py: shared memory, mbarriers, and the warps that load. They
+follow the tiles that the list warp publishes (shared/union_tiles.py).
 
-A 16-bit cache is copied by tensor map to where wgmma reads it, K and V by a warp each. A float8 cache is copied as it is
-and widened exactly to fp16 by two warps an operand; one warp then issues all copies, of Q too.
+A 16-bit cache is copied by tensor map to where the products read it, K and V by a warp each. A float8 cache is copied as it
+is and widened exactly to fp16 by two warps an operand; one warp then issues all copies, of Q too.
 """
 
 import cutlass
@@ -21,8 +21,9 @@ from shared.union_tiles import (
     SLOT,
     TAIL,
     TOKEN_MASK,
+    Lists,
+    Scales,
     UnionTiles,
-    lowest_bit,
 )
 
 GROUP, DIM = 16, 128
@@ -105,16 +106,34 @@ class UnionLoaders(UnionTiles):
     # ---- loaders
 
     @cute.jit
+    def load(self, base: Int32, warp: Int32, lane: Int32, maps, lists: Lists, scales: Scales, cta: Int32, ctas: Int32):
+        """What the loading warps do, each by its number."""
+        q_map, k_map, v_map = maps
+        if cutlass.const_expr(self.fp8):
+            if warp == 0:
+                self.issue_copies(base, q_map, k_map, v_map, lists, lane)
+            widener = warp - LOADER_WARPS
+            if (widener >= 0) & (widener < WIDENERS):
+                self.widen_blocks(False, base, widener, lane)
+            if widener >= WIDENERS:
+                self.widen_blocks(True, base, widener - WIDENERS, lane)
+        else:
+            if warp == 0:
+                self.load_blocks(False, base, k_map, lists, lane)
+            if warp == 1:
+                self.load_blocks(True, base, v_map, lists, lane)
+            if warp == 3:
+                self.load_queries(base, q_map, lane)
+        if warp == 2:
+            self.publish_lists(base, lists, scales, cta, ctas, lane)
+
+    @cute.jit
     def load_blocks(
         self,
         is_v: cutlass.Constexpr,
         base: Int32,
         tensor_map: Int64,
-        words: Int64,
-        pages: Int64,
-        slots: Int32,
-        capacity: Int32,
-        page_bits: Int32,
+        lists: Lists,
         lane: Int32,
     ):
         """Warp of K or of V: every block of every published tile."""
@@ -130,15 +149,14 @@ class UnionLoaders(UnionTiles):
             tail, entries = smem.load_i32(record + 4 * TAIL), smem.load_i32(record + 4 * ENTRIES)
             tokens = smem.load_i32(record + 4 * TOKEN_MASK)
             self.record_read(base, buffer, lane)
-            wide = 7 - page_bits
-            item = (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * 4
-            rows = (words + item, pages + (item << wide))
+            wide = 7 - lists.page_bits
+            rows = lists.rows(head, slot)
             page_a, page_b, word = self.load_pages(*rows, lane, entries, wide)
             for first in cutlass.range(0, entries, 32, unroll=1):
                 next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
                 votes = ptx.ballot((word >> 24) & tokens)
                 while votes != 0:
-                    i = lowest_bit(votes)
+                    i = ptx.lowest_bit(votes)
                     votes = votes & (votes - 1)
                     a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
                     count = count - 1
@@ -223,17 +241,13 @@ class UnionLoaders(UnionTiles):
         q_map: Int64,
         k_map: Int64,
         v_map: Int64,
-        words: Int64,
-        pages: Int64,
-        slots: Int32,
-        capacity: Int32,
-        page_bits: Int32,
+        lists: Lists,
         lane: Int32,
     ):
         """One warp for all copies. Those of Q wait for the end of the tile before, so two blocks go ahead of them."""
         buffer, turn, q_parity = Int32(0), Int32(0), Int32(1)
         stage, parity = Int32(0), Int32(1)
-        wide = 7 - page_bits
+        wide = 7 - lists.page_bits
         count = self.next_count(base, buffer, turn)
         while count >= 0:
             record = base + self.records_at + buffer * RECORD
@@ -241,15 +255,14 @@ class UnionLoaders(UnionTiles):
             token, entries = smem.load_i32(record + 4 * FIRST), smem.load_i32(record + 4 * ENTRIES)
             tokens = smem.load_i32(record + 4 * TOKEN_MASK)
             self.record_read(base, buffer, lane)
-            item = (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * 4
-            rows = (words + item, pages + (item << wide))
+            rows = lists.rows(head, slot)
             ahead = ptx.minimum_i32(count, Int32(2))
             page_a, page_b, word = self.load_pages(*rows, lane, entries, wide)
             for first in cutlass.range(0, entries, 32, unroll=1):
                 next_a, next_b, next_word = self.load_pages(*rows, first + 32 + lane, entries, wide)
                 votes = ptx.ballot((word >> 24) & tokens)
                 while votes != 0:
-                    i = lowest_bit(votes)
+                    i = ptx.lowest_bit(votes)
                     votes = votes & (votes - 1)
                     a, b = ptx.shuffle(page_a, i), ptx.shuffle(page_b, i)
                     for operand in cutlass.range_constexpr(2):

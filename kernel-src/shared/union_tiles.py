@@ -1,4 +1,4 @@
-"""The list warp of sm90/prefill_union.py: which tiles a CTA takes, and what its other warps must know of each.
+"""The list warp of sm90/ and sm100/prefill_union.py: which tiles a CTA takes, and what its other warps must know of each.
 
 It looks at 32 tiles at a time, leaves out empty ones and those of requests that take the other formulation, and publishes
 one tile after the other. Where a CTA has few tiles, it takes every second one by its number of blocks, so that all CTAs end
@@ -10,6 +10,8 @@ results are NaN in the record that they give back, and the list warp publishes t
 the blocks that it chose, V's rows behind what it sees zero. What a token then gets are the bits of a tile without the NaN,
 unless it sees it.
 """
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -29,9 +31,33 @@ REPORTS = 16  # the first of 8: not 0 where a token got a NaN
 EDGE_BITS = 7 << 12
 
 
-def lowest_bit(bits):
-    """Its number."""
-    return ptx.count_bits((bits & -bits) - 1)
+class Lists(NamedTuple):
+    """What neutral/union.py wrote, and of which shape."""
+
+    tiles: Int64
+    counts: Int64
+    words: Int64
+    pages: Int64
+    choice: Int64  # 0: all requests are this kernel's
+    slots: Int32
+    heads: Int32
+    requests: Int32
+    page_bits: Int32  # 7 or 6
+    capacity: Int32
+    causal: Int32
+
+    def rows(self, head, slot):
+        """(words, pages) of a tile and KV head."""
+        item = (Int64(head) * Int64(self.slots) + Int64(slot)) * Int64(self.capacity) * 4
+        return self.words + item, self.pages + (item << Int64(7 - self.page_bits))
+
+
+class Scales(NamedTuple):
+    k_scale: Int64  # 0: one
+    v_scale: Int64
+    k_scale_head: Int64  # bytes
+    v_scale_head: Int64
+    softmax_scale: Float32
 
 
 class UnionTiles:
@@ -63,32 +89,17 @@ class UnionTiles:
     def publish_lists(
         self,
         base: Int32,
-        tiles: Int64,
-        counts: Int64,
-        words: Int64,
-        pages: Int64,
-        choice: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_scale_head: Int64,
-        v_scale_head: Int64,
-        slots: Int32,
-        heads: Int32,
-        requests: Int32,
-        page_bits: Int32,
-        capacity: Int32,
-        causal: Int32,
-        softmax_scale: Float32,
+        lists: Lists,
+        scales: Scales,
         cta: Int32,
         ctas: Int32,
         lane: Int32,
     ):
         buffer, turn = Int32(0), Int32(1)
-        sources = (tiles, counts, k_scale, v_scale, k_scale_head, v_scale_head, slots, softmax_scale)
-        lists = (words, pages, slots, page_bits, capacity, causal)
-        total = slots * heads
+        counts, slots = lists.counts, lists.slots
+        total = slots * lists.heads
         rounds = (total + ctas - 1) // ctas
-        paired = self.is_paired(choice, total, requests, ctas)
+        paired = self.is_paired(lists.choice, total, lists.requests, ctas)
         step = ptx.select(paired != 0, Int32(1), Int32(32))  # rounds
         for first_round in cutlass.range(0, rounds + step, step, unroll=1):
             # -- 32 tiles at once, or one: which of them are this kernel's. At last two without tokens, the end in the
@@ -98,48 +109,39 @@ class UnionTiles:
             if (paired & first_round & (ending ^ 1)) != 0:  # an odd one
                 position = first_round * ctas + self.partner(counts, slots, total, first_round * ctas, cta, ctas, lane)
             valid = Int32((lane < step) & (position + lane * ctas < total))
-            votes = ptx.ballot(self.is_mine(tiles, choice, position + lane * ctas, valid, slots, requests))
+            votes = ptx.ballot(self.is_mine(lists, position + lane * ctas, valid))
             votes = ptx.select(ending != 0, Int32(3), votes)
             while votes != 0:
-                x = ptx.select(ending != 0, Int32(0), position + lowest_bit(votes) * ctas)
+                x = ptx.select(ending != 0, Int32(0), position + ptx.lowest_bit(votes) * ctas)
                 votes = votes & (votes - 1)
                 head = ptx.divide_u32(x, slots)
                 slot = slots - 1 - (x - head * slots)
-                facts = self.facts(*sources, head, slot)
-                buffer, turn = self.settle(base, *sources, *lists[:2], *lists[3:], buffer, turn, lane)
+                facts = self.facts(lists, scales, head, slot)
+                buffer, turn = self.settle(base, lists, scales, buffer, turn, lane)
                 first, tile_tokens, end, length, entries, scale, scale_v = facts
                 if ending != 0:
                     entries, tile_tokens = Int32(0), Int32(0)
                 facts = (first, tile_tokens, end, length, entries, scale, scale_v)
                 least = ptx.select((ending != 0) & (votes == 0), Int32(-1), Int32(0))
-                self.publish(base, *lists, head, slot, *facts, Int32(255), Int32(-1), least, buffer, lane)
+                self.publish(base, lists, head, slot, *facts, Int32(255), Int32(-1), least, buffer, lane)
                 buffer = buffer ^ 1
                 turn = turn ^ (buffer ^ 1)
 
-    def facts(self, tiles, counts, k_scale, v_scale, k_scale_head, v_scale_head, slots, softmax_scale, head, slot):
-        """Of a tile: first token, tokens, end, length, entries of its list, scale of logits and of V."""
-        record = ptx.load_fresh_16_bytes_if(tiles + Int64(slot) * 32, Int32(1))
-        entries = ptx.load_i32(counts + (Int64(head) * Int64(slots) + Int64(slot)) * 4) & 1023
+    def facts(self, lists, scales, head, slot):
+        """Of a tile: first token, tokens, end, length, entries of its list, scale of logits to log2 units and of V."""
+        k_scale, v_scale, k_scale_head, v_scale_head, softmax_scale = scales
+        record = ptx.load_fresh_16_bytes_if(lists.tiles + Int64(slot) * 32, Int32(1))
+        entries = ptx.load_i32(lists.counts + (Int64(head) * Int64(lists.slots) + Int64(slot)) * 4) & 1023
         scale = ptx.load_f32_or_one(k_scale + Int64(head) * k_scale_head) * softmax_scale
+        scale = softmax.finite_or_nan(scale * Float32(softmax.LOG2_E))
         return (*record, entries, scale, ptx.load_f32_or_one(v_scale + Int64(head) * v_scale_head))
 
     @cute.jit
     def settle(
         self,
         base: Int32,
-        tiles: Int64,
-        counts: Int64,
-        k_scale: Int64,
-        v_scale: Int64,
-        k_scale_head: Int64,
-        v_scale_head: Int64,
-        slots: Int32,
-        softmax_scale: Float32,
-        words: Int64,
-        pages: Int64,
-        page_bits: Int32,
-        capacity: Int32,
-        causal: Int32,
+        lists: Lists,
+        scales: Scales,
         buffer: Int32,
         turn: Int32,
         lane: Int32,
@@ -149,13 +151,10 @@ class UnionTiles:
         again, head, slot = self.came_back(base, buffer, turn, lane)
         later, later_head, later_slot = Int32(0), Int32(0), Int32(0)
         while again != 0:
-            token = lowest_bit(again)
+            token = ptx.lowest_bit(again)
             again = again & (again - 1)
-            facts = self.facts(
-                tiles, counts, k_scale, v_scale, k_scale_head, v_scale_head, slots, softmax_scale, head, slot
-            )
-            lists = (words, pages, slots, page_bits, capacity, causal)
-            self.publish(base, *lists, head, slot, *facts, Int32(1) << token, token, Int32(0), buffer, lane)
+            facts = self.facts(lists, scales, head, slot)
+            self.publish(base, lists, head, slot, *facts, Int32(1) << token, token, Int32(0), buffer, lane)
             buffer = buffer ^ 1
             turn = turn ^ (buffer ^ 1)
             more, more_head, more_slot = self.came_back(base, buffer, turn, lane)
@@ -179,12 +178,7 @@ class UnionTiles:
     def publish(
         self,
         base: Int32,
-        words: Int64,
-        pages: Int64,
-        slots: Int32,
-        page_bits: Int32,
-        capacity: Int32,
-        causal: Int32,
+        lists: Lists,
         head: Int32,
         slot: Int32,
         first: Int32,
@@ -201,13 +195,12 @@ class UnionTiles:
         lane: Int32,
     ):
         """A record and lists, into a buffer that is free."""
-        wide = 7 - page_bits
-        item = (Int64(head) * Int64(slots) + Int64(slot)) * Int64(capacity) * 4
-        words_row, pages_row = words + item, pages + (item << Int64(wide))
+        wide = 7 - lists.page_bits
+        words_row, pages_row = lists.rows(head, slot)
         count, count_a, count_b, tail = Int32(0), Int32(0), Int32(0), Int32(BLOCK)
-        sees = ptx.select(causal != 0, end, length)  # what the first token sees; the others see more
+        sees = ptx.select(lists.causal != 0, end, length)  # what the first token sees; the others see more
         # What is seen by some token at all.
-        seen = ptx.select((alone >= 0) & (causal != 0), ptx.clamp(end + alone, Int32(0), length), length)
+        seen = ptx.select((alone >= 0) & (lists.causal != 0), ptx.clamp(end + alone, Int32(0), length), length)
         for i in cutlass.range(0, entries, 32, unroll=1):
             at = i + lane
             here = Int32(at < entries)
@@ -218,7 +211,7 @@ class UnionTiles:
                 bad = ptx.select(page_a < 0, Int32(1 << 12), Int32(0))
                 bad = bad | ptx.select(page_b < 0, Int32(1 << 13), Int32(0))
             block, chosen = word & 0xFFFF, (word >> 24) & tokens
-            special = ((block << 7) + BLOCK > sees) | (scale < Float32(0.0))
+            special = ((block << 7) + BLOCK > sees) | (Int32(scale >= Float32(0.0)) == 0)
             edge = ptx.select(special, Int32(1 << 14), Int32(0))
             votes = ptx.ballot(chosen)
             entry = (count + ptx.count_bits(votes & ptx.lanes_below())) | bad | edge | (block << 16)
@@ -286,12 +279,13 @@ class UnionTiles:
             found = ptx.select(ptx.warp_sum(reach) > rank, candidate, found)
         return found & 255
 
-    def is_mine(self, tiles, choice, x, valid, slots, requests):
+    def is_mine(self, lists, x, valid):
         """Whether a tile has tokens and their request takes this formulation."""
+        slots, choice = lists.slots, lists.choice
         x = ptx.select(valid != 0, x, Int32(0))
-        record = tiles + Int64(slots - 1 - (x - ptx.divide_u32(x, slots) * slots)) * 32
+        record = lists.tiles + Int64(slots - 1 - (x - ptx.divide_u32(x, slots) * slots)) * 32
         tile_tokens, request = ptx.load_i32_batch([(record + at, valid, 0) for at in (4, 16)])
-        listens = (choice != 0) & (request < requests)
+        listens = (choice != 0) & (request < lists.requests)
         at = choice + Int64(ptx.select(listens, request, Int32(0))) * 4
         other = ptx.load_i32_if(at, Int32(listens), 0)
         return Int32((tile_tokens > 0) & (other == 0))

@@ -15,8 +15,8 @@ Tile picture
 What comes from flash-attn-4 (imported, pinned): of FlashAttentionForwardSm100 the loops of the MMA warp, the softmax warps
     and the correction warps, that is the products through tensor memory, the online softmax whose maximum may lag by 8, the
     polynomial exp2 for a quarter of the exponentials, and the pipelines between them. Ours: the argument list, the schedule,
-    the loader, the masks and the epilogue. SM103 gets the same program (flash-attention-4 would leave out the polynomial there and
-    take the maximum in the load; that was not tried).
+    the loader, the masks and the epilogue. SM103 gets the same program (flash-attention-4 would leave out the polynomial
+    there and take the maximum in the load; that was not tried).
 
 Roles (16 warps)
     0 - 3, 4 - 7    softmax of the stages (4 - 7 idle with one stage): a thread a row
@@ -53,13 +53,11 @@ from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below
 from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
 
 from shared import blackwell, hopper, ptx, smem, tma
-from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Tile, logit_scale
-from shared.entries import DenseEntry
-from shared.program import Program
+from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Paging, Tile, changed, logit_scale
+from shared.program import Kernel, Program
 from shared.softmax import LN_2
 
 DIM, ROWS = 128, 128  # of a stage
-NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 COPIED = 32  # columns of O that the epilogue holds at a time
 
@@ -69,11 +67,8 @@ class RowMask:
     """The mask of one thread's row, as the softmax loop asks for it."""
 
     end: Int32  # of the row's visible keys
-    bad_pages: Int32
-    page_row: Int64
-    page_width: Int32
-    pages: Int32
-    page_shift: Int32  # log2 of the pages a block has
+    bad_pages: Int32  # of the tile: 0 if all are the cache's
+    paging: Paging
 
     @cute.jit
     def apply_mask_sm100(self, acc_S, n_block, **unused):
@@ -81,9 +76,7 @@ class RowMask:
         mask_r2p_lambda(acc_S, lambda s: r2p_bitmask_below(limit, s), rank1=True)
         if self.bad_pages != 0:
             for part in cutlass.range_constexpr(2):
-                entry = (n_block << self.page_shift) + (self.page_shift & part)
-                page = ptx.load_i32_if(self.page_row + Int64(entry) * 4, Int32(entry < self.page_width), -1)
-                if (page < 0) | (page >= self.pages):
+                if self.paging.is_missing(n_block, part):
                     for c in cutlass.range_constexpr(64):
                         acc_S[64 * part + c] = -Float32.inf
 
@@ -112,15 +105,14 @@ class Lengths:
         return self.output
 
 
-class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
+class Dense(Kernel, DenseTiles, FlashAttentionForwardSm100):
     """One variant: dtype and stages of 128 rows."""
 
-    threads = 512
-
+    threads, ctas_per_sm = 512, 1
     epilogue_threads = ROWS
 
     def __init__(self, dtype, stages):
-        self.kind, self.stages, self.element = dtype, stages, DTYPES[dtype]
+        self.kind, self.stages = dtype, stages
         self.ring = 7 - stages
         self.key_at = stages * SLAB
         self.sums_at = self.key_at + self.ring * SLAB
@@ -165,14 +157,13 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         lane: Int32,
         base: Int32,
         maps: tuple,
-        page_row: Int64,
-        page_width: Int32,
-        page_shift: Int32,
+        paging: Paging,
         group: Int32,
         tile_tokens: Int32,
-        negate: Int32,
+        change: Int32,
     ):
         q_map, k_map, v_map = maps
+        page_row, page_width, page_shift = paging.row, paging.width, paging.shift
         q_full = base + self.bars_at
         ring_full = q_full + 16 * self.stages
         ring_empty = ring_full + 8 * self.ring
@@ -188,22 +179,22 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
 
         if lane == 0:
             for stage in cutlass.range_constexpr(self.stages):
-                bar = ptx.select(negate != 0, q_own, q_full + 8 * stage)
+                bar = ptx.select(change != 0, q_own, q_full + 8 * stage)
                 if cutlass.const_expr(stage == 0):
-                    expected = ptx.select(negate != 0, Int32(self.stages), Int32(1))
+                    expected = ptx.select(change != 0, Int32(self.stages), Int32(1))
                     smem.mbarrier_expect(bar, stage_tokens * group * 256 * expected)
                 else:
-                    if negate == 0:
+                    if change == 0:
                         smem.mbarrier_expect(bar, stage_tokens * group * 256)
                 row = tile.first_row + tile.first_token + stage * stage_tokens
                 for half in cutlass.range_constexpr(2):
                     target = base + stage * SLAB + half * HALF
                     tma.tma_load(target, q_map, [Int32(64 * half), Int32(0), tile.head, row], bar)
-        if negate != 0:
+        if change != 0:
             smem.mbarrier_wait(q_own, Int32(0))
             for i in cutlass.range(self.stages * SLAB // 512, unroll=1):
                 at = base + (i * 32 + lane) * 16
-                smem.store_i32x4(at, [w ^ Int32(NEGATE) for w in smem.load_i32x4(at)])
+                smem.store_i32x4(at, changed(smem.load_i32x4(at), change))
             tma.fence_async()
             ptx.warp_barrier()
             if lane == 0:
@@ -271,7 +262,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         if output.lse != 0:
             largest = smem.load_f32(output.sums + ((self.stages + stage) * ROWS + tidx) * 4)
             lse = (largest * output.scale_log2 + ptx.log2(total)) * LN_2
-            lse = ptx.select((total == 0.0) | (total != total), Float32(-Float32.inf), lse)
+            lse = ptx.select(total == 0.0, Float32(-Float32.inf), lse)
             ptx.store_words_if(lse_at, [ptx.f32_bits(lse)], exists)
 
     # ---- the kernel
@@ -367,15 +358,14 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         found = self.find_tile(index, lane, cu_seqlens, seqused, tokens, requests, reach, tile_tokens)
         tile = self.tile_of(found, head, split, tile_tokens, causal, splits)
         page_row = page_table + Int64(tile.request) * page_table_row
+        paging = Paging(page_row, page_width, pages, page_shift)
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
-        negate = Int32(scale < Float32(0.0))
-        scale_log2 = logit_scale(scale)
+        scale_log2, change = logit_scale(scale)
         cute.arch.sync_threads()
 
         # Branches inside of branches: a value that a later one needs does not live through the softmax.
         operands = self.operands(start, tiled_qk, tiled_pv)
-        paging = (page_row, page_width, pages, page_shift)
         if warp < 4 * self.stages:
             cute.arch.setmaxregister_increase(self.num_regs_softmax)
             self.soften(tile, thread, warp >> 2, operands, pipelines, paging, group, tile_tokens, causal, scale_log2)
@@ -393,7 +383,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
                 if warp == self.mma_warp_id:
                     self.multiply(tile, tiled_qk, tiled_pv, operands, pipelines)
                 if (warp == self.load_warp_ids[0]) & (tile.block_min < tile.block_max):
-                    self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, negate)
+                    self.load(tile, lane, base, maps, paging, group, tile_tokens, change)
 
         cute.arch.sync_threads()
         if warp == self.mma_warp_id:
@@ -470,7 +460,7 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
         stage: Int32,
         operands: tuple,
         pipelines: list,
-        paging: tuple,
+        paging: Paging,
         group: Int32,
         tile_tokens: Int32,
         causal: Int32,
@@ -478,11 +468,11 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
     ):
         (thr_qk, _), _, (s_acc, _, _), sums = operands
         _, _, pipe_s, pipe_p, _, pipe_sums = pipelines
-        bad_pages = self.any_bad_page(tile, thread & 31, *paging)
+        bad_pages = self.any_bad_page(tile, thread & 31, paging)
         unmasked_end = ptx.maximum_i32(tile.block_min, tile.end_of(tile.first_token, causal) // KEYS)
         blocks = Blocks(tile, ptx.select(bad_pages != 0, tile.block_min, unmasked_end))
         token = tile.first_token + stage * (tile_tokens // self.stages) + (thread & 127) // group
-        mask = RowMask(tile.end_of(token, causal), bad_pages, *paging)
+        mask = RowMask(tile.end_of(token, causal), bad_pages, paging)
         self.softmax_loop(
             stage=stage,
             tStS=s_acc,
@@ -545,8 +535,4 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm100):
 
 
 def programs():
-    return [
-        Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages), DenseEntry.example)
-        for dtype in DTYPES
-        for stages in (1, 2)
-    ]
+    return [Program(f"dense_{dtype}_m{ROWS * stages}", Dense(dtype, stages)) for dtype in DTYPES for stages in (1, 2)]

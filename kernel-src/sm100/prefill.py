@@ -51,10 +51,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import blackwell, hopper, ptx, smem, softmax, tma
-from shared.partials import UNIT_BYTES, Partials
-from shared.prefill_loader import END, HALF, KV_STAGES, LAST, META_BYTES, NEW, TILE_BYTES, TileLoader, step_of
-from shared.entries import PrefillEntry
-from shared.program import Program
+from shared.partials import UNIT_BYTES, Chunk, Output, Partials, Shape
+from shared.prefill_loader import END, HALF, KV_STAGES, LAST, META_BYTES, NEW, TILE_BYTES, Source, TileLoader, step_of
+from shared.program import Kernel, Program
 
 MULTIPLIER, FIRST_WIDENER, GATHERER, FIRST_COMBINER, FIRST_CONSUMER = 1, 2, 3, 4, 8  # warps
 WIDENERS = 2  # warps
@@ -66,11 +65,10 @@ PIECE = 32  # columns of a row whose exponentials are made together
 POLYNOMIAL = 1  # of 8 pairs
 
 
-class Prefill(PrefillEntry, TileLoader):
+class Prefill(Kernel, TileLoader):
     """One variant: dtype of q (and of the products) and of KV, rows a token."""
 
-    threads = 512
-
+    threads, ctas_per_sm = 512, 1
     wideners = WIDENERS * 32
     turns = 2
 
@@ -168,32 +166,14 @@ class Prefill(PrefillEntry, TileLoader):
                 combine_partials,
                 combine_sums,
                 state,
-                out,
-                lse,
-                v_scale,
-                out_token,
-                out_head,
-                lse_token,
-                lse_head,
-                v_scale_head,
-                combine_token,
-                combine_head,
-                chunk_heads,
-                kv_heads,
-                group,
-                width,
-                selective,
+                Output(out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head),
+                Chunk(combine_token, combine_tokens, combine_head),
+                Shape(chunk_heads, kv_heads, group, width, selective),
             )
         else:
             if early == 0:
                 ptx.wait_for_previous_kernel()
-            begin, end = ptx.load_i32_batch(
-                [(chunks + Int64(chunk) * 4, Int32(1), 0), (chunks + Int64(chunk) * 4 + 4, Int32(1), 0)]
-            )
-            begin = ptx.clamp(begin, Int32(0), most_tiles)
-            count = ptx.clamp(end, begin, most_tiles) - begin
-            first = begin + Int32(Int64(count) * Int64(cta) // Int64(ctas))
-            stop = begin + Int32(Int64(count) * Int64(cta + 1) // Int64(ctas))
+            first, stop = self.share_of(chunks, chunk, most_tiles, cta, ctas)
             if warp < FIRST_COMBINER:
                 hopper.give_registers(REGISTERS[0])
                 if warp == MULTIPLIER:
@@ -203,28 +183,11 @@ class Prefill(PrefillEntry, TileLoader):
                 elif first < stop:
                     if warp == 0:
                         maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
-                        ring = self.produce(
-                            base,
-                            lane,
-                            first,
-                            stop,
-                            *self.empty_rings(),
-                            *maps,
-                            heads,
-                            entries,
-                            k_scale,
-                            k_scale_head,
-                            q_policy,
-                            kv_policy,
-                            first_token,
-                            tokens,
-                            first_head,
-                            chunk_heads,
-                            group,
-                            width,
-                            page_bits,
-                            softmax_scale,
-                        )
+                        lists, k_scales, policies = (heads, entries), (k_scale, k_scale_head), (q_policy, kv_policy)
+                        shape = (chunk_heads, group, width)
+                        source = Source(*maps, *lists, *k_scales, *policies, *shape, page_bits, softmax_scale)
+                        here = Chunk(first_token, tokens, first_head)
+                        ring = self.produce(base, lane, first, stop, *self.empty_rings(), source, here)
                         self.end_blocks(base, lane, ring[2])
                     if cutlass.const_expr(self.fp8):
                         if warp >= FIRST_WIDENER:
@@ -443,9 +406,10 @@ class Prefill(PrefillEntry, TileLoader):
         if (limit < 127) | (hidden > 0):
             for i in cutlass.range_constexpr(TILE_COLUMNS):
                 S[i] = ptx.select((i <= limit) & (i >= hidden), S[i], Float32(softmax.NEG_INF))
-        if scale < Float32(0.0):
+        if Int32(scale >= Float32(0.0)) == 0:
+            sign = softmax.sign_of(scale)
             for i in cutlass.range_constexpr(TILE_COLUMNS):
-                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], -S[i])
+                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], ptx.multiply(S[i], sign))
         scale = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
         logits = [S[i] for i in range(TILE_COLUMNS)]
         top = ptx.maximum(ptx.multiply(blackwell.row_maximum(logits), scale), Float32(softmax.EMPTY))
@@ -479,8 +443,4 @@ class Prefill(PrefillEntry, TileLoader):
 
 def programs():
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
-    return [
-        Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), PrefillEntry.example)
-        for q, kv in pairs
-        for rows in (16, 8)
-    ]
+    return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows)) for q, kv in pairs for rows in (16, 8)]

@@ -39,10 +39,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import blackwell, fit_fp16, hopper, ptx, query_tiles, ranking, select, smem, tma
-from shared.entries import ScoreEntry
-from shared.program import Program
-from shared.score_fold import LEAST_UNITS, PrefillFold, part_address
-from shared.score_loaders import BLOCK, DTYPES, RECORD_BYTES, WIDENERS, ScoreLoaders
+from shared.program import Kernel, Program
+from shared.score_fold import LEAST_UNITS, PrefillFold, finish_tile
+from shared.score_loaders import BLOCK, DTYPES, RECORD_BYTES, WIDENERS, Pages, ScoreLoaders
 
 NEG_INF = float("-inf")
 # name -> (length of a row's list, m128 tiles of a unit); rows as on SM90, whose lists the fold takes too
@@ -54,13 +53,14 @@ ROWS = 128  # lanes of tensor memory
 LOADED = 32  # columns of S in registers at a time
 
 
-class PrefillScore(ScoreEntry, ScoreLoaders):
+class PrefillScore(Kernel, ScoreLoaders):
     """One variant of the kernel."""
+
+    ctas_per_sm = 1
 
     def __init__(self, query, key, variant):
         length, tiles = VARIANTS[variant]
         super().__init__(query, key, length, tiles, LEAST_UNITS if length else 1)
-        self.score_mode = self.length == 0
         self.operands = DTYPES[query, key]
         self.consumer_warps = 4 * tiles
         self.mma_warp = LOADER_WARPS + self.consumer_warps
@@ -178,23 +178,17 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
         columns: Int32,
         warp: Int32,
         lane: Int32,
-        out: Int64,
+        to: ranking.Rows,
         parts: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        slot_stride: Int64,
-        head_shift: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-        vectors: Int32,
+        choice: ranking.Choice,
     ):
+        local_blocks = choice.local_blocks
         best_keys = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
         best_ids = cute.make_rmem_tensor(cute.make_layout(max(self.length, 1)), Int32)
         value = cute.make_rmem_tensor(cute.make_layout(1), Float32)
         undo = Float32(1.0)
         row = (warp - LOADER_WARPS) * 32 + lane
-        token = row >> head_shift  # of the tile
+        token = row >> to.head_shift  # of the tile
         own = columns + ((warp & 3) << 21) + ((warp - LOADER_WARPS) >> 2) * ROWS
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
         buffer, turn = Int32(0), Int32(0)
@@ -217,7 +211,7 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
                 whole_end = (position + 1) >> 7
                 score_row, writes = Int64(0), token < count
                 if cutlass.const_expr(self.score_mode):
-                    score_row = self.address(out, first_token, row, head_shift, token_stride, head_stride)
+                    score_row = to.address(first_token, row)
                 else:
                     ranking.clear(best_keys, best_ids, self.length)
                 for b in cutlass.range(block, last, unroll=1):
@@ -251,51 +245,8 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
                         stage = Int32(0)
                         phase = phase ^ 1
                 if cutlass.const_expr(not self.score_mode):
-                    places = (out, parts, token_stride, head_stride, slot_stride, vectors)
-                    options = (head_shift, topk, local_blocks, init_blocks)
-                    self.finish_tile(record, best_keys, best_ids, row, *places, *options)
+                    finish_tile(record, best_keys, best_ids, self.length, row, self.rows, to, parts, choice)
             slot = slot ^ 1
-
-    def address(self, out, first_token, row, head_shift, token_stride, head_stride):
-        token = row >> head_shift
-        head = row - (token << head_shift)
-        return out + Int64(first_token + token) * token_stride + Int64(head) * head_stride
-
-    @cute.jit
-    def finish_tile(
-        self,
-        record: Int32,
-        best_keys: cute.Tensor,
-        best_ids: cute.Tensor,
-        row: Int32,
-        out: Int64,
-        parts: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        slot_stride: Int64,
-        vectors: Int32,
-        head_shift: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-    ):
-        """The row's selection if this CTA has scored all of its blocks, else its list for the fold."""
-        first_token, count, position, _ = smem.load_i32x4(record)
-        _, whole, part, _ = smem.load_i32x4(record + 16)
-        token = row >> head_shift
-        if whole != 0:
-            if token < count:
-                n = query_tiles.candidates(position + token)
-                place = self.address(out, first_token, row, head_shift, token_stride, head_stride)
-                ranking.write_selection(
-                    place, slot_stride, vectors, best_ids, self.length, n, topk, local_blocks, init_blocks
-                )
-        else:
-            place = part_address(parts, part, self.rows, self.length, row)
-            for j in cutlass.range_constexpr(0, self.length, 4):
-                ptx.store_words(place, [best_keys[j + i] for i in range(4)])
-                ptx.store_words(place + self.rows * 4 * self.length, [best_ids[j + i] for i in range(4)])
-                place = place + self.rows * 16
 
     # ---- the kernel
 
@@ -346,62 +297,18 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
         ptx.let_next_kernel_start()
         tile_shift = Int32(self.row_bits) - head_shift
         reach = table_width << page_shift
+        batch = query_tiles.Batch(cu_seqlens_q, seqused_k, num_requests, num_tokens)
+        to = ranking.Rows(out, out_token_stride, out_head_stride, out_slot_stride, head_shift, vectors)
+        choice = ranking.Choice(topk, local_blocks, init_blocks)
 
         if warp < LOADER_WARPS:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if warp == 0:
-                # A row of more than topk candidates is scored; its forced blocks are not.
-                if cutlass.const_expr(self.score_mode):
-                    first_scored, free_blocks, first_block = Int32(0), Int32(0), Int32(0)
-                else:
-                    first_scored, free_blocks, first_block = topk * BLOCK, local_blocks + init_blocks, init_blocks
-                self.produce(
-                    base,
-                    q_map,
-                    k_map,
-                    block_table,
-                    cu_seqlens_q,
-                    seqused_k,
-                    table_stride,
-                    num_tokens,
-                    num_requests,
-                    tile_shift,
-                    num_pages,
-                    table_width,
-                    page_shift,
-                    first_scored,
-                    free_blocks,
-                    first_block,
-                    lane,
-                    cta,
-                    ctas,
-                )
-            else:
-                if cutlass.const_expr(self.widen):
-                    self.widen_keys(base, thread - 32)
-                if cutlass.const_expr(not self.score_mode):
-                    self.write_rows_without_scores(
-                        out,
-                        out_token_stride,
-                        out_head_stride,
-                        out_slot_stride,
-                        cu_seqlens_q,
-                        seqused_k,
-                        num_tokens,
-                        num_requests,
-                        head_shift,
-                        reach,
-                        topk,
-                        cta * WIDENERS + thread - 32,
-                        ctas * WIDENERS,
-                        lane,
-                    )
+            pages = Pages(block_table, table_stride, num_pages, table_width, page_shift)
+            self.load(base, warp, thread, (q_map, k_map), pages, batch, reach, tile_shift, to, choice, cta, ctas)
         else:
             if warp < self.mma_warp:
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.tiles])
-                places = (out, parts, out_token_stride, out_head_stride, out_slot_stride)
-                options = (head_shift, topk, local_blocks, init_blocks, vectors)
-                self.consume(base, columns, warp, lane, *places, *options)
+                self.consume(base, columns, warp, lane, to, parts, choice)
             else:
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
                 if warp == self.mma_warp:
@@ -415,11 +322,8 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
 
 def programs():
     scoring = [
-        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant), ScoreEntry.example)
+        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant))
         for query, key in DTYPES
         for variant in VARIANTS
     ]
-    fold = [Int64(16)] * 7 + [Int32(1)] * 8
-    return scoring + [
-        Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name]), fold) for name in ("top16", "top32")
-    ]
+    return scoring + [Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name])) for name in ("top16", "top32")]

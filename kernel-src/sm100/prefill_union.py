@@ -36,8 +36,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import blackwell, hopper, ptx, smem, softmax, tma
-from shared.entries import UnionEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.union_tiles import (
     BLOCK,
     EDGE_BITS,
@@ -50,6 +49,8 @@ from shared.union_tiles import (
     SCALE,
     TOKEN_MASK,
     V_SCALE,
+    Lists,
+    Scales,
 )
 from shared.union_loaders import GROUP, HALF, LOADER_WARPS, TILE, WIDENERS, UnionLoaders
 
@@ -62,8 +63,10 @@ POLYNOMIAL = 2  # of 8 pairs
 GROWTH = 8.0  # log2 of what a p may reach before its row's reference moves
 
 
-class PrefillUnion(UnionEntry, UnionLoaders):
+class PrefillUnion(Kernel, UnionLoaders):
     """One variant: KV dtype."""
+
+    ctas_per_sm = 1
 
     def __init__(self, kv_dtype):
         super().__init__(kv_dtype)
@@ -182,10 +185,9 @@ class PrefillUnion(UnionEntry, UnionLoaders):
             head = smem.load_i32(record + 4 * HEAD)
             high = smem.load_i32(record + 4 * END) + token
             high = ptx.clamp(high, Int32(0), smem.load_i32(record + 4 * LENGTH))
-            sign = ptx.select(scale < Float32(0.0), Float32(-1.0), Float32(1.0))
-            size = ptx.absolute(scale * Float32(softmax.LOG2_E))
+            sign = softmax.sign_of(scale)
             state[0], state[1] = Float32(softmax.EMPTY), Float32(0.0)
-            state[2] = ptx.maximum(size, Float32(softmax.SMALLEST))
+            state[2] = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
             if total > 0:
                 if cutlass.const_expr(self.fp8):
                     smem.mbarrier_wait(base + self.barriers["q_full"], q_parity)
@@ -397,27 +399,11 @@ class PrefillUnion(UnionEntry, UnionLoaders):
                 self.multiply(base, memory, lane)
                 blackwell.free(memory, blackwell.COLUMNS)
             else:
-                where = (words, pages, slots, capacity, page_bits)
-                q_at, k_at, v_at = [tma.map_address(m) for m in (q_map, k_map, v_map)]
-                if cutlass.const_expr(self.fp8):
-                    if warp == 0:
-                        self.issue_copies(base, q_at, k_at, v_at, *where, lane)
-                    widener = warp - LOADER_WARPS
-                    if (widener >= 0) & (widener < WIDENERS):
-                        self.widen_blocks(False, base, widener, lane)
-                    if widener >= WIDENERS:
-                        self.widen_blocks(True, base, widener - WIDENERS, lane)
-                else:
-                    if warp == 0:
-                        self.load_blocks(False, base, k_at, *where, lane)
-                    if warp == 1:
-                        self.load_blocks(True, base, v_at, *where, lane)
-                    if warp == 3:
-                        self.load_queries(base, q_at, lane)
-                if warp == 2:
-                    sources = (tiles, counts, words, pages, choice, k_scale, v_scale, k_scale_head, v_scale_head)
-                    shape = (slots, heads, requests, page_bits, capacity, causal, softmax_scale)
-                    self.publish_lists(base, *sources, *shape, cta, ctas, lane)
+                maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
+                shape = (slots, heads, requests, page_bits, capacity, causal)
+                lists = Lists(tiles, counts, words, pages, choice, *shape)
+                scales = Scales(k_scale, v_scale, k_scale_head, v_scale_head, softmax_scale)
+                self.load(base, warp, lane, maps, lists, scales, cta, ctas)
         else:
             hopper.take_registers(REGISTERS[1])
             strides = (out_token, out_head, lse_token, lse_head)
@@ -425,7 +411,4 @@ class PrefillUnion(UnionEntry, UnionLoaders):
 
 
 def programs():
-    return [
-        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), UnionEntry.example)
-        for dtype in ("bf16", "f16", "e4m3", "e5m2")
-    ]
+    return [Program(f"prefill_union_{dtype}", PrefillUnion(dtype)) for dtype in ("bf16", "f16", "e4m3", "e5m2")]

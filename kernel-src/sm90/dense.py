@@ -59,26 +59,27 @@ from shared.dense_tile import (
     Mask,
     OneTile,
     Output,
+    Paging,
     Tile,
+    changed,
     logit_scale,
     row_of,
-    transpose_quad,
 )
-from shared.entries import DenseEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 
 DIM, STAGES = 128, 2
-NEGATE = -0x7FFF8000  # both sign bits of a pair of 16-bit floats
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}
 CONSUMER_REGISTERS = {1: (256, 56), 2: (240, 24)}  # by warpgroups of consumers: theirs and the loader's
 
 
-class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
+class Dense(Kernel, DenseTiles, FlashAttentionForwardSm90):
     """One variant: dtype and rows of a tile."""
+
+    ctas_per_sm = 1
 
     def __init__(self, dtype, rows):
         self.kind, self.dynamic_smem = dtype, rows * 256 + 2 * STAGES * SLAB + 96
-        self.rows, self.threads, self.element = rows, 128 + 2 * rows, DTYPES[dtype]
+        self.rows, self.threads = rows, 128 + 2 * rows
 
     def configure(self):
         """What the base class derives from its tensors; needs the compiler's context."""
@@ -110,14 +111,13 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
         lane: Int32,
         base: Int32,
         maps: tuple,
-        page_row: Int64,
-        page_width: Int32,
-        page_shift: Int32,
+        paging: Paging,
         group: Int32,
         tile_tokens: Int32,
-        negate: Int32,
+        change: Int32,
     ):
         q_map, k_map, v_map = maps
+        page_row, page_width, page_shift = paging.row, paging.width, paging.shift
         s_k = base + self.rows * 256
         s_v = s_k + STAGES * SLAB
         bars = s_v + STAGES * SLAB
@@ -133,17 +133,17 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
 
         if lane == 0:
             self.copy_keys(s_k, k_map, page_shift, (page_a, page_b), tile.head, k_full)
-            q_bar = ptx.select(negate != 0, q_own, q_full)
+            q_bar = ptx.select(change != 0, q_own, q_full)
             smem.mbarrier_expect(q_bar, tile_tokens * group * 256)
             row = tile.first_row + tile.first_token
             for half in cutlass.range_constexpr(2):
                 target = base + half * (self.rows * 128)
                 tma.tma_load(target, q_map, [Int32(64 * half), Int32(0), tile.head, row], q_bar)
-        if negate != 0:
+        if change != 0:
             smem.mbarrier_wait(q_own, Int32(0))
             for i in cutlass.range(self.rows * 256 // 512, unroll=1):
                 at = base + (i * 32 + lane) * 16
-                smem.store_i32x4(at, [w ^ Int32(NEGATE) for w in smem.load_i32x4(at)])
+                smem.store_i32x4(at, changed(smem.load_i32x4(at), change))
             tma.fence_async()
             ptx.warp_barrier()
             if lane == 0:
@@ -207,9 +207,12 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
             else:
                 for j in cutlass.range_constexpr(4):
                     words = [pack(values[r, 8 * j + 2 * g], values[r, 8 * j + 2 * g + 1]) for g in range(4)]
-                    ptx.store_words_if(out + Int64(j * 64 + t * 16), transpose_quad(words, t), exists)
+                    ptx.store_words_if(out + Int64(j * 64 + t * 16), ptx.transpose_quad(words, t), exists)
             if output.lse != 0:
-                ptx.store_words_if(lse_at, [ptx.f32_bits(lse[r])], exists & Int32(t == 0))
+                # flash-attention-4 takes a row whose sum is NaN for an empty one.
+                nan = (lse[r] == Float32(-Float32.inf)) & (values[r, 0] != values[r, 0])
+                lse_r = ptx.select(nan, values[r, 0], lse[r])
+                ptx.store_words_if(lse_at, [ptx.f32_bits(lse_r)], exists & Int32(t == 0))
 
     @cute.jit
     def consume(
@@ -220,21 +223,18 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
         tile: Tile,
         output,
         thread: Int32,
-        page_row: Int64,
-        page_width: Int32,
-        pages: Int32,
-        page_shift: Int32,
+        paging: Paging,
         group: Int32,
         causal: Int32,
         scale_log2: Float32,
     ):
         lane = thread & 31
         exists = tile.block_min < tile.block_max
-        bad_pages = self.any_bad_page(tile, lane, page_row, page_width, pages, page_shift)
+        bad_pages = self.any_bad_page(tile, lane, paging)
         unmasked_end = ptx.maximum_i32(tile.block_min, tile.end_of(tile.first_token, causal) // KEYS)
         blocks = Blocks(tile, ptx.select(bad_pages != 0, tile.block_min, unmasked_end))
         ends = [tile.end_of(tile.first_token + row_of(thread, r) // group, causal) - 2 * (lane & 3) for r in (0, 1)]
-        mask = Mask(tuple(ends), bad_pages, page_row, page_width, pages, page_shift)
+        mask = Mask(tuple(ends), bad_pages, paging)
 
         offsets = {"sQ": 0, "sK": self.rows * 256, "sV": self.rows * 256 + STAGES * SLAB}
         tensors = {}
@@ -341,17 +341,17 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
         found = self.find_tile(index, lane, cu_seqlens, seqused, tokens, requests, reach, tile_tokens)
         tile = self.tile_of(found, head, split, tile_tokens, causal, splits)
         page_row = page_table + Int64(tile.request) * page_table_row
+        paging = Paging(page_row, page_width, pages, page_shift)
         head64 = Int64(head)
         scale = softmax_scale * ptx.load_f32_or_one(k_scale + head64 * k_scale_head)
-        negate = Int32(scale < Float32(0.0))
-        scale_log2 = logit_scale(scale)
+        scale_log2, change = logit_scale(scale)
         cute.arch.sync_threads()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(CONSUMER_REGISTERS[self.num_wg_mma][1])
             if (warp == 0) & (tile.block_min < tile.block_max):
                 base = Int32(start.toint())
-                self.load(tile, lane, base, maps, page_row, page_width, page_shift, group, tile_tokens, negate)
+                self.load(tile, lane, base, maps, paging, group, tile_tokens, change)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[self.num_wg_mma][0])
             token = Int64(tile.first_row + tile.first_token)
@@ -362,13 +362,8 @@ class Dense(DenseEntry, DenseTiles, FlashAttentionForwardSm90):
             rows = ptx.maximum_i32(tile.tokens, Int32(0)) * group
             scale_v = ptx.load_f32_or_one(v_scale + head64 * v_scale_head)
             output = Output(out_at, lse_at, *strides, group, rows, splits, scale_v)
-            paging = (page_row, page_width, pages, page_shift)
-            self.consume(layouts, start, pipelines, tile, output, thread - 128, *paging, group, causal, scale_log2)
+            self.consume(layouts, start, pipelines, tile, output, thread - 128, paging, group, causal, scale_log2)
 
 
 def programs():
-    return [
-        Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows), DenseEntry.example)
-        for dtype in DTYPES
-        for rows in (64, 128)
-    ]
+    return [Program(f"dense_{dtype}_m{rows}", Dense(dtype, rows)) for dtype in DTYPES for rows in (64, 128)]

@@ -57,7 +57,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import hopper, progress, ptx, smem, softmax, tma
-from shared.partials import UNIT_BYTES, Partials
+from shared.partials import UNIT_BYTES, Output, Partials, Shape
 from shared.prefill_loader import (
     CONSUMER_WARPS,
     END,
@@ -67,20 +67,20 @@ from shared.prefill_loader import (
     META_BYTES,
     NEW,
     TILE_BYTES,
+    Source,
     step_of,
 )
 from shared.prefill_units import COMBINED, DONE, PLACES, PROGRESS_BYTES, Units
-from shared.entries import PrefillEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 
 FIRST_COMBINER, FIRST_CONSUMER = 4, 8  # warps
 REGISTERS = (32, 80, 200)  # a thread: loading, combining, consuming warps; of 65,536 / 128 in all
 
 
-class Prefill(PrefillEntry, Units):
+class Prefill(Kernel, Units):
     """One variant: dtype of q (and of the products) and of KV."""
 
-    threads = 512
+    threads, ctas_per_sm = 512, 1
 
     def __init__(self, q_dtype, kv_dtype, rows):
         self.combine = Partials(q_dtype, rows)
@@ -148,18 +148,7 @@ class Prefill(PrefillEntry, Units):
         warp = cute.arch.make_warp_uniform(thread >> 5)
         base = smem.base()
         if thread == 0:
-            for stage in cutlass.range_constexpr(self.q_stages):
-                smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
-                smem.mbarrier_init(self.bar(base, "q_empty", stage), CONSUMER_WARPS)
-            for stage in cutlass.range_constexpr(KV_STAGES):
-                smem.mbarrier_init(self.bar(base, "kv_full", stage), 3 if self.fp8 else 1)
-                smem.mbarrier_init(self.bar(base, "kv_empty", stage), CONSUMER_WARPS)
-            for stage in cutlass.range_constexpr(2):
-                smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
-                smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
-                smem.mbarrier_init(self.bar(base, "unit_full", stage), 1)
-                smem.mbarrier_init(self.bar(base, "unit_empty", stage), CONSUMER_WARPS)
-            smem.mbarrier_init(base + self.v_landed, 1)
+            self.make_mbarriers(base)
         ptx.barrier()
         if (warp >= FIRST_COMBINER) & (warp < FIRST_CONSUMER):
             hopper.give_registers(REGISTERS[1])
@@ -178,19 +167,8 @@ class Prefill(PrefillEntry, Units):
                 partials,
                 sums,
                 state,
-                out,
-                lse,
-                v_scale,
-                out_token,
-                out_head,
-                lse_token,
-                lse_head,
-                v_scale_head,
-                chunk_heads,
-                kv_heads,
-                group,
-                width,
-                selective,
+                Output(out, lse, v_scale, out_token, out_head, lse_token, lse_head, v_scale_head),
+                Shape(chunk_heads, kv_heads, group, width, selective),
             )
         else:
             if early == 0:
@@ -198,6 +176,9 @@ class Prefill(PrefillEntry, Units):
             if warp < FIRST_COMBINER:
                 hopper.give_registers(REGISTERS[0])
                 if warp == 0:
+                    maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
+                    lists, k_scales, policies = (heads, entries), (k_scale, k_scale_head), (q_policy, kv_policy)
+                    shape = (chunk_heads, group, width)
                     self.produce_units(
                         base,
                         lane,
@@ -209,18 +190,7 @@ class Prefill(PrefillEntry, Units):
                         all_tokens,
                         chunks,
                         most_tiles,
-                        *[tma.map_address(m) for m in (q_map, k_map, v_map)],
-                        heads,
-                        entries,
-                        k_scale,
-                        k_scale_head,
-                        q_policy,
-                        kv_policy,
-                        chunk_heads,
-                        group,
-                        width,
-                        page_bits,
-                        softmax_scale,
+                        Source(*maps, *lists, *k_scales, *policies, *shape, page_bits, softmax_scale),
                     )
                 if cutlass.const_expr(self.fp8):
                     if warp > 0:
@@ -240,6 +210,20 @@ class Prefill(PrefillEntry, Units):
                     width,
                     opaque,
                 )
+
+    def make_mbarriers(self, base):
+        for stage in range(self.q_stages):
+            smem.mbarrier_init(self.bar(base, "q_full", stage), 1)
+            smem.mbarrier_init(self.bar(base, "q_empty", stage), CONSUMER_WARPS)
+        for stage in range(KV_STAGES):
+            smem.mbarrier_init(self.bar(base, "kv_full", stage), 3 if self.fp8 else 1)
+            smem.mbarrier_init(self.bar(base, "kv_empty", stage), CONSUMER_WARPS)
+        for stage in range(2):
+            smem.mbarrier_init(self.bar(base, "raw_full", stage), 1)
+            smem.mbarrier_init(self.bar(base, "raw_empty", stage), 3)
+            smem.mbarrier_init(self.bar(base, "unit_full", stage), 1)
+            smem.mbarrier_init(self.bar(base, "unit_empty", stage), CONSUMER_WARPS)
+        smem.mbarrier_init(base + self.v_landed, 1)
 
     # ---- consumers
 
@@ -430,9 +414,10 @@ class Prefill(PrefillEntry, Units):
                 at = column + (8 * (i // 4) + (i & 1))
                 visible = (at <= limits[(i >> 1) & 1]) & (at >= hidden)
                 S[i] = ptx.select(visible, S[i], Float32(softmax.NEG_INF))
-        if scale < Float32(0.0):
+        if Int32(scale >= Float32(0.0)) == 0:
+            sign = softmax.sign_of(scale)
             for i in cutlass.range_constexpr(64):
-                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], -S[i])
+                S[i] = ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], ptx.multiply(S[i], sign))
         scale = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
         places = (place0, place1)
         for half in cutlass.range_constexpr(2):
@@ -485,8 +470,4 @@ class Prefill(PrefillEntry, Units):
 
 def programs():
     pairs = [("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2"), ("f16", "e5m2")]
-    return [
-        Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows), PrefillEntry.example)
-        for q, kv in pairs
-        for rows in (16, 8)
-    ]
+    return [Program(f"prefill_{q}_{kv}_r{rows}", Prefill(q, kv, rows)) for q, kv in pairs for rows in (16, 8)]

@@ -54,10 +54,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from shared import fit_fp16, hopper, mma, ptx, query_tiles, ranking, select, smem, tma
-from shared.entries import ScoreEntry
-from shared.program import Program
-from shared.score_fold import LEAST_UNITS, PrefillFold, part_address
-from shared.score_loaders import BLOCK, DIMS, DTYPES, RECORD_BYTES, WIDENERS, ScoreLoaders
+from shared.program import Kernel, Program
+from shared.score_fold import LEAST_UNITS, PrefillFold, finish_tile
+from shared.score_loaders import BLOCK, DIMS, DTYPES, RECORD_BYTES, Pages, ScoreLoaders
 
 # Taken from what the launch gave, 384 x 168: a request for more than that would never be met.
 OTHER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -89,15 +88,14 @@ class Consumer(NamedTuple):
     undo: cute.Tensor  # factor of the row's scores
 
 
-class PrefillScore(ScoreEntry, ScoreLoaders):
+class PrefillScore(Kernel, ScoreLoaders):
     """One variant of the kernel."""
 
-    threads = 384
+    threads, ctas_per_sm = 384, 1
 
     def __init__(self, query, key, variant):
         length, tiles = VARIANTS[variant]
         super().__init__(query, key, length, tiles, LEAST_UNITS if length else 1)
-        self.score_mode = self.length == 0
         fp8_lists = query == "e4m3" and not self.score_mode
         # A block's maximum enters the list under the next block's MMA. 16-bit MMAs are long enough without, and their
         # operands leave no registers for it.
@@ -257,49 +255,20 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
         ptx.let_next_kernel_start()
         tile_shift = Int32(self.row_bits) - head_shift
         reach = table_width << page_shift
+        batch = query_tiles.Batch(cu_seqlens_q, seqused_k, num_requests, num_tokens)
+        to = ranking.Rows(out, out_token_stride, out_head_stride, out_slot_stride, head_shift, vectors)
+        choice = ranking.Choice(topk, local_blocks, init_blocks)
 
-        rows = (out, out_token_stride, out_head_stride, out_slot_stride)
-        lengths = (cu_seqlens_q, seqused_k, num_tokens, num_requests)
         if warp < 4:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            if warp == 0:
-                # A row of more than topk candidates is scored; its forced blocks are not.
-                if cutlass.const_expr(self.score_mode):
-                    first_scored, free_blocks, first_block = Int32(0), Int32(0), Int32(0)
-                else:
-                    first_scored, free_blocks, first_block = topk * BLOCK, local_blocks + init_blocks, init_blocks
-                pages = (num_pages, table_width, page_shift)
-                self.produce(
-                    base,
-                    q_map,
-                    k_map,
-                    block_table,
-                    cu_seqlens_q,
-                    seqused_k,
-                    table_stride,
-                    num_tokens,
-                    num_requests,
-                    tile_shift,
-                    *pages,
-                    first_scored,
-                    free_blocks,
-                    first_block,
-                    lane,
-                    cta,
-                    ctas,
-                )
-            else:
-                if cutlass.const_expr(self.widen):
-                    self.widen_keys(base, thread - 32)
-                if cutlass.const_expr(not self.score_mode):
-                    share = (cta * WIDENERS + thread - 32, ctas * WIDENERS, lane)
-                    self.write_rows_without_scores(*rows, *lengths, head_shift, reach, topk, *share)
+            pages = Pages(block_table, table_stride, num_pages, table_width, page_shift)
+            self.load(base, warp, thread, (q_map, k_map), pages, batch, reach, tile_shift, to, choice, cta, ctas)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = self.make_consumer(base, thread, warp, lane, head_shift, key_stages)
             if consumer.group == 1:
                 hopper.named_barrier_arrive(Int32(1), 256)
-            self.consume(consumer, *rows, parts, vectors, topk, local_blocks, init_blocks)
+            self.consume(consumer, to, parts, choice)
 
     # ---- the consumers: two warpgroups
 
@@ -332,17 +301,12 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
     def consume(
         self,
         own,
-        out: Int64,
-        out_token_stride: Int64,
-        out_head_stride: Int64,
-        out_slot_stride: Int64,
+        to: ranking.Rows,
         parts: Int64,
-        vectors: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
+        choice: ranking.Choice,
     ):
         """Every tile that the producer has a record of."""
+        local_blocks = choice.local_blocks
         base, row, head_shift = own.base, own.row, own.head_shift
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
         more = Int32(1)
@@ -364,7 +328,7 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
                 # candidates of all rows.
                 whole_end = (position + 1) >> 7
                 if cutlass.const_expr(self.score_mode):
-                    score_row = self.score_address(out, first_token, row, head_shift, out_token_stride, out_head_stride)
+                    score_row = to.address(first_token, row)
                     writes = (row >> head_shift) < count
                 else:
                     whole_end = ptx.minimum_i32(whole_end, query_tiles.candidates(position) - local_blocks)
@@ -387,9 +351,9 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
                         waiting = (own.waiting[2 * i], own.waiting[2 * i + 1])
                         ranking.insert(own.best_keys, own.best_ids, self.length, *waiting)
                 if cutlass.const_expr(not self.score_mode):
-                    place = (out, parts, out_token_stride, out_head_stride, out_slot_stride, vectors, record)
-                    lists = (own.best_keys, own.best_ids, row, own.t, head_shift)
-                    self.finish_tile(*place, *lists, topk, local_blocks, init_blocks)
+                    others = own.upper if self.tiles == 1 else None
+                    lists = (own.best_keys, own.best_ids, self.length, row, self.rows)
+                    finish_tile(record, *lists, to, parts, choice, others)
 
     def take_queries(self, own):
         """The tile's queries as A operands; 16-bit ones beside fp8 keys as fp16, with what undoes their factors."""
@@ -464,60 +428,11 @@ class PrefillScore(ScoreEntry, ScoreLoaders):
         second = (own.first_row + 64 * tile + 8 + (own.lane >> 2)) >> own.head_shift
         return [before + first, before + second]
 
-    def score_address(self, out, first_token, row, head_shift, token_stride, head_stride):
-        token = row >> head_shift
-        head = row - (token << head_shift)
-        return out + Int64(first_token + token) * token_stride + Int64(head) * head_stride
-
-    @cute.jit
-    def finish_tile(
-        self,
-        out: Int64,
-        parts: Int64,
-        token_stride: Int64,
-        head_stride: Int64,
-        slot_stride: Int64,
-        vectors: Int32,
-        record: Int32,
-        best_keys: cute.Tensor,
-        best_ids: cute.Tensor,
-        row: Int32,
-        t: Int32,
-        head_shift: Int32,
-        topk: Int32,
-        local_blocks: Int32,
-        init_blocks: Int32,
-    ):
-        """The row's selection if this CTA has scored all of its blocks, else its list for the fold."""
-        first_token, count, position, _ = smem.load_i32x4(record)
-        _, whole, part, _ = smem.load_i32x4(record + 16)
-        token = row >> head_shift
-        if cutlass.const_expr(self.tiles == 1):
-            if t > 1:  # these threads have the rows of others
-                count = Int32(0)
-                whole = Int32(1)
-        if whole != 0:
-            if token < count:
-                n = query_tiles.candidates(position + token)
-                place = self.score_address(out, first_token, row, head_shift, token_stride, head_stride)
-                ranking.write_selection(
-                    place, slot_stride, vectors, best_ids, self.length, n, topk, local_blocks, init_blocks
-                )
-        else:
-            place = part_address(parts, part, self.rows, self.length, row)
-            for j in cutlass.range_constexpr(0, self.length, 4):
-                ptx.store_words(place, [best_keys[j + i] for i in range(4)])
-                ptx.store_words(place + self.rows * 4 * self.length, [best_ids[j + i] for i in range(4)])
-                place = place + self.rows * 16
-
 
 def programs():
     scoring = [
-        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant), ScoreEntry.example)
+        Program(f"prefill_score_{query}_{key}_{variant}", PrefillScore(query, key, variant))
         for query, key in DTYPES
         for variant in VARIANTS
     ]
-    fold = [Int64(16)] * 7 + [Int32(1)] * 8
-    return scoring + [
-        Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name]), fold) for name in ("top16", "top32")
-    ]
+    return scoring + [Program(f"prefill_fold_{name}", PrefillFold(*VARIANTS[name])) for name in ("top16", "top32")]

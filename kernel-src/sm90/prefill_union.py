@@ -9,8 +9,8 @@ Tile picture
     S = Q K^T: m64n128k16, 64 rows = 4 tokens; a warp's 16 rows are one token, so what a token may see is the same for a
     warp. O += P V with P from registers. Two such warpgroups share K and V.
 
-Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head after the other";
-       where they are few, every second one by its number of blocks: shared/union_tiles.py)
+Roles (3 warpgroups, 4 for a float8 cache; a CTA takes tiles cta, cta + grid, ... of the list "last tile first, one KV head
+       after the other"; where they are few, every second one by its number of blocks: shared/union_tiles.py)
     loaders      4 warps, and 4 that widen float8: shared/union_loaders.py.
     consumers    2 x 4 warps. Q K of the next block is under way while the softmax of this one waits for P V.
                  Blocks that none of a warpgroup's tokens chose are passed on: it waits for "full" and releases.
@@ -51,8 +51,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from shared import hopper, ptx, smem, softmax, tma
-from shared.entries import UnionEntry
-from shared.program import Program
+from shared.program import Kernel, Program
 from shared.union_tiles import (
     COUNT_A,
     EDGE_BITS,
@@ -65,12 +64,16 @@ from shared.union_tiles import (
     SCALE,
     TOKEN_MASK,
     V_SCALE,
+    Lists,
+    Scales,
 )
-from shared.union_loaders import GROUP, HALF, LOADER_WARPS, TILE, WIDENERS, UnionLoaders
+from shared.union_loaders import GROUP, HALF, TILE, UnionLoaders
 
 
-class PrefillUnion(UnionEntry, UnionLoaders):
+class PrefillUnion(Kernel, UnionLoaders):
     """One variant: KV dtype."""
+
+    ctas_per_sm = 1
 
     # ---- consumers: pieces of the main loop
 
@@ -146,7 +149,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
     def mask(self, S, entry, record, token, lane):
         """-inf outside what the token sees; a negative scale turns the logits."""
         end, length = smem.load_i32(record + 4 * END), smem.load_i32(record + 4 * LENGTH)
-        sign = ptx.select(smem.load_f32(record + 4 * SCALE) < Float32(0.0), Float32(-1.0), Float32(1.0))
+        sign = softmax.sign_of(smem.load_f32(record + 4 * SCALE))
         high = ptx.clamp(end + token, Int32(0), length) - (((entry >> 16) & 0xFFFF) << 7)
         high = ptx.select((entry & (1 << 13)) != 0, ptx.minimum_i32(high, Int32(64)), high)
         low = ptx.select((entry & (1 << 12)) != 0, Int32(64), Int32(0))
@@ -297,8 +300,7 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         tma.fence_async()
 
     def begin(self, O, state, scale):
-        to_log2 = scale * Float32(softmax.LOG2_E)
-        size = ptx.maximum(ptx.absolute(to_log2), Float32(softmax.SMALLEST))
+        size = ptx.maximum(ptx.absolute(scale), Float32(softmax.SMALLEST))
         for i in range(2):
             state[i], state[2 + i] = Float32(softmax.EMPTY), Float32(0.0)
             state[4 + i], state[6 + i] = Float32(1.0), size
@@ -385,27 +387,11 @@ class PrefillUnion(UnionEntry, UnionLoaders):
         ptx.wait_for_previous_kernel()
         if warp < self.first_consumer:
             hopper.give_registers(self.registers[0])
-            where = (words, pages, slots, capacity, page_bits)
-            q_at, k_at, v_at = [tma.map_address(m) for m in (q_map, k_map, v_map)]
-            if cutlass.const_expr(self.fp8):
-                if warp == 0:
-                    self.issue_copies(base, q_at, k_at, v_at, *where, lane)
-                widener = warp - LOADER_WARPS
-                if (widener >= 0) & (widener < WIDENERS):
-                    self.widen_blocks(False, base, widener, lane)
-                if widener >= WIDENERS:
-                    self.widen_blocks(True, base, widener - WIDENERS, lane)
-            else:
-                if warp == 0:
-                    self.load_blocks(False, base, k_at, *where, lane)
-                if warp == 1:
-                    self.load_blocks(True, base, v_at, *where, lane)
-                if warp == 3:
-                    self.load_queries(base, q_at, lane)
-            if warp == 2:
-                sources = (tiles, counts, words, pages, choice, k_scale, v_scale, k_scale_head, v_scale_head)
-                shape = (slots, heads, requests, page_bits, capacity, causal, softmax_scale)
-                self.publish_lists(base, *sources, *shape, cta, ctas, lane)
+            maps = [tma.map_address(m) for m in (q_map, k_map, v_map)]
+            shape = (slots, heads, requests, page_bits, capacity, causal)
+            lists = Lists(tiles, counts, words, pages, choice, *shape)
+            scales = Scales(k_scale, v_scale, k_scale_head, v_scale_head, softmax_scale)
+            self.load(base, warp, lane, maps, lists, scales, cta, ctas)
         else:
             hopper.take_registers(self.registers[1])
             group = (warp - self.first_consumer) >> 2
@@ -414,7 +400,4 @@ class PrefillUnion(UnionEntry, UnionLoaders):
 
 
 def programs():
-    return [
-        Program(f"prefill_union_{dtype}", PrefillUnion(dtype), UnionEntry.example)
-        for dtype in ("bf16", "f16", "e4m3", "e5m2")
-    ]
+    return [Program(f"prefill_union_{dtype}", PrefillUnion(dtype)) for dtype in ("bf16", "f16", "e4m3", "e5m2")]

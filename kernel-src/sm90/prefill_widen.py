@@ -17,13 +17,12 @@ Limits
     head_dim 128, pages of 64 or 128; strides multiples of 16 bytes.
 """
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from shared import mma, ptx
-from shared.program import Program
+from shared.program import Kernel, Program
 
 DIM, THREADS = 128, 256
 LANES = DIM // 8  # of a row
@@ -31,10 +30,10 @@ ROWS = THREADS // LANES  # at a time
 BATCH = 4  # loads under way
 
 
-class PrefillWiden:
+class PrefillWiden(Kernel):
     """One variant: the cache's dtype."""
 
-    dynamic_smem = 0
+    threads = THREADS
 
     def __init__(self, dtype):
         self.widen = mma.widen_e4m3 if dtype == "e4m3" else mma.widen_e5m2
@@ -91,51 +90,6 @@ class PrefillWiden:
         for i, words in enumerate(loaded):
             ptx.store_words(target + Int64(ROWS * i * 2 * DIM), [half for word in words for half in self.widen(word)])
 
-    @cute.jit
-    def entry(
-        self,
-        k: Int64,
-        v: Int64,
-        k_out: Int64,
-        v_out: Int64,
-        page_table: Int64,
-        seqused: Int64,
-        choice: Int64,
-        k_page: Int64,
-        k_head: Int64,
-        k_token: Int64,
-        v_page: Int64,
-        v_head: Int64,
-        v_token: Int64,
-        page_table_row: Int64,
-        page_width: Int32,
-        pages: Int32,
-        page_bits: Int32,
-        heads: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.kernel(
-            k,
-            v,
-            k_out,
-            v_out,
-            page_table,
-            seqused,
-            choice,
-            k_page,
-            k_head,
-            k_token,
-            v_page,
-            v_head,
-            v_token,
-            page_table_row,
-            page_width,
-            pages,
-            page_bits,
-            heads,
-        ).launch(grid=[1, heads, 1], block=[THREADS, 1, 1], smem=self.dynamic_smem, stream=stream)
-
 
 def programs():
-    example = [Int64(16)] * 14 + [Int32(1)] * 4
-    return [Program(f"prefill_widen_{dtype}", PrefillWiden(dtype), example) for dtype in ("e4m3", "e5m2")]
+    return [Program(f"prefill_widen_{dtype}", PrefillWiden(dtype)) for dtype in ("e4m3", "e5m2")]

@@ -122,7 +122,11 @@ struct Shape {
         }
         break;
       default:
-        if (dims) strides[static_cast<std::size_t>(in.below(dims))] *= 1 + in.below(3);
+        if (dims) {
+          const I64 factor = 1 + in.below(3);
+          I64& stride = strides[static_cast<std::size_t>(in.below(dims))];
+          if (__builtin_mul_overflow(stride, factor, &stride)) stride = I64{1} << 60;
+        }
     }
   }
   // Whether a filled tensor would stay within a few MiB.

@@ -226,7 +226,7 @@ def test_workspace_is_what_is_reported(name):
     table = torch.arange(1024, dtype=torch.int32, device=DEVICE)[None]
     lengths = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, tokens], [tokens])]
     number = 0 if name is None else {"union": UNION, "kv_stationary": KV_STATIONARY, "decode": DECODE}[name]
-    _, reported = operators().aot_attention_plan(q, cache, cache, ids, table, *lengths, True, number)
+    _, reported = operators().aot_attention_plan(q, cache, cache, ids, table, *lengths, True, number).tolist()
     out = torch.empty_like(q)
     options = dict(zip(("cu_seqlens_q", "seqused_k"), lengths), formulation=name)
     torch.cuda.synchronize()

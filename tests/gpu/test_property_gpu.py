@@ -1,15 +1,18 @@
 """The draws of test_property.py on a GPU: the AOT kernels where there are any for it, and torch."""
 
+import field_helpers
 import hypothesis
 import property_checks as checks
 import property_draws as draws
 import pytest
+import test_property_cases as cases
 import torch
 from property_settings import examples
 
-AOT = checks.Device("aot", "aot on a GPU", "cuda")
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+AOT = checks.Device("aot", "aot on a GPU", "cuda", "sm_{}{}".format(*CAPABILITY))
 TORCH = checks.Device("torch", "torch on a GPU", "cuda")
-COMPILED = torch.cuda.is_available() and torch.cuda.get_device_capability() in ((9, 0), (10, 0), (10, 3))
+COMPILED = CAPABILITY in ((9, 0), (10, 0), (10, 3))
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="the kernels are compiled for SM90, SM100 and SM103")
 
@@ -78,3 +81,14 @@ def test_torch_store_kv(call):
 @hypothesis.given(call=draws.calls(draws.merge, draws.TORCH))
 def test_torch_merge_states(call):
     checks.merge(TORCH, call)
+
+
+@pytest.mark.parametrize("name", ["aot", "torch"])
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("dtypes", cases.ATTENTION_DTYPES, ids=str)
+def test_what_is_not_finite_stays_visible(dtypes, dense, name):
+    if dense and name == "aot" and dtypes[0] != dtypes[1]:
+        pytest.skip("no dense kernel for float8")
+    cases.check_what_is_not_finite(
+        field_helpers.Backend(name, "cuda"), dtypes, dense, (cases.NAN, cases.INF, -cases.INF)
+    )

@@ -35,6 +35,14 @@ def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:
     return grad or has_tangent(*tensors)
 
 
+def apart(name: str, x: torch.Tensor) -> None:
+    """Every element of a tensor that is written into has a place of its own."""
+    if x.numel() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride())):
+        raise ValueError(
+            f"{name} is written into and must not be expanded, got shape {list(x.shape)} with strides {list(x.stride())}"
+        )
+
+
 def no_grad(name: str, x: Optional[torch.Tensor]) -> None:
     """A tensor that is written into has no history to add to."""
     if needs_grad(x):

@@ -58,11 +58,21 @@ def _compile(kernel: str, name: str, folder: Path) -> dict[str, Any]:
     return facts
 
 
+def _work_folder(name: str) -> "tempfile.TemporaryDirectory[str]":
+    try:
+        return tempfile.TemporaryDirectory()
+    except OSError as error:
+        raise RuntimeError(
+            f"m3_sparse: jit: there is no folder to compile {name} in: {error}. Where temporary folders can't be written, "
+            'set TMPDIR to one that can, or take what is compiled already: m3_sparse.backend("aot")'
+        ) from error
+
+
 def _supply(number: int, kernel: str, name: str) -> None:
     with _lock:
         if name in compiled:  # another thread was first
             return
-        with tempfile.TemporaryDirectory() as folder:
+        with _work_folder(name) as folder:
             facts = _compile(kernel, name, Path(folder))
             cubin = torch.frombuffer(bytearray((Path(folder) / f"{name}.cubin").read_bytes()), dtype=torch.uint8)
         params = torch.tensor([[p["size"], p["align"]] for p in facts["params"]], dtype=torch.int32, device="cpu")

@@ -3,10 +3,11 @@
 The choice of a backend and `explain` read these; nothing here looks at a value on a device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import checks
 from ._ops import ops
@@ -19,6 +20,22 @@ MOST_STRIDE = 2**39  # elements of two bytes
 # heads, has no such limit.
 MOST_ROWS_OF_A_REQUEST = 32
 MOST_PREFILL_HEADS = 64
+# What the launches count in 32 bits or put into a grid (torch-ext/torch_binding.cpp refuses the rest).
+MOST_SCORED_REQUESTS = 65534
+MOST_SPARSE_ROWS = 2**27 - 1
+MOST_DENSE_ROWS = 2**25 - 1
+MOST_STORED_HEADS = 32766
+
+
+def _beyond(what: str, sizes: Sequence[tuple[int, int, str]]) -> Optional[str]:
+    """The first size above its limit, (size, limit, of what). Compiled calls leave these to the launch: a guard on sizes
+    that hardly exist would bound the dimensions that may change.
+    """
+    if not torch.compiler.is_compiling():
+        for size, limit, name in sizes:
+            if size > limit:
+                return f"{what} on aot takes at most {limit} {name}, got {size}"
+    return None
 
 
 def _unmapped(x: torch.Tensor) -> bool:
@@ -32,7 +49,7 @@ def sparse_attention(q: torch.Tensor, k_cache: torch.Tensor, block_indices: torc
     if q.shape[1] > MOST_GROUP * k_cache.shape[1]:
         heads = f"{q.shape[1]} and {k_cache.shape[1]}"
         return f"sparse_attention on aot takes at most {MOST_GROUP} query heads a KV head, got {heads} heads"
-    return None
+    return _beyond("sparse_attention", [(q.shape[0], MOST_SPARSE_ROWS, "rows"), (k_cache.shape[1], 65535, "KV heads")])
 
 
 def dense_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: Optional[torch.Tensor] = None) -> Optional[str]:
@@ -42,7 +59,7 @@ def dense_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: Optional[to
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x is not None and _unmapped(x):
             return f"dense_attention on aot takes strides above 0 and below {MOST_STRIDE}, got {x.stride()} for {name}"
-    return None
+    return _beyond("dense_attention", [(q.shape[0], MOST_DENSE_ROWS, "rows"), (k_cache.shape[1], 65535, "KV heads")])
 
 
 def block_scores(
@@ -50,6 +67,9 @@ def block_scores(
 ) -> Optional[str]:
     """`batch`: any of the arguments with a row a request."""
     heads = index_q.shape[1]
+    many = _beyond("block scoring", [(batch.shape[0], MOST_SCORED_REQUESTS, "requests")])
+    if many is not None:
+        return many
     power = heads <= MOST_PREFILL_HEADS and heads & (heads - 1) == 0
     if index_q.dtype == torch.float8_e4m3fn:
         # Only the prefill kernel multiplies float8, which reads both by tensor maps.
@@ -82,6 +102,9 @@ def select_blocks(
 def store_kv(
     k: torch.Tensor, k_cache: torch.Tensor, index_k: Optional[torch.Tensor], index_k_cache: Optional[torch.Tensor]
 ) -> Optional[str]:
+    many = _beyond("store_kv", [(k.shape[1], MOST_STORED_HEADS, "heads")])
+    if many is not None:
+        return many
     if index_k is None or index_k_cache is None or k.dtype == k_cache.dtype or index_k.dtype == index_k_cache.dtype:
         return None
     if (index_k.dtype, index_k_cache.dtype) != (k.dtype, k_cache.dtype):
@@ -108,33 +131,57 @@ def plan(
     seqused_k: torch.Tensor,
     causal: bool = True,
     formulation: Optional[str] = None,
-) -> tuple[int, int]:
+) -> torch.Tensor:
     """The formulation that sparse_attention takes on aot, a key of PLANS, and the bytes that it allocates beside its
-    results. NotImplementedError if a forced one can't.
+    results, as a tensor of the CPU. NotImplementedError if a forced one can't.
     """
     wanted = 0 if formulation is None else checks.FORMULATIONS[formulation]
     tensors = (q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k)
     try:
-        number, workspace = ops.aot_attention_plan(*tensors, causal, wanted)
-        return number, workspace
+        made: torch.Tensor = ops.aot_attention_plan(*tensors, causal, wanted)
+        return made
     except RuntimeError as error:
         raise NotImplementedError(f"formulation {formulation!r}: {error}") from error
 
 
 def explain_plan(arguments: dict[str, Any]) -> Optional[str]:
-    """The formulation as a sentence; None where too few arguments are given."""
+    """The formulation as a sentence; None where too few arguments are given, or fake ones."""
     needed = ("q", "k_cache", "v_cache", "block_indices", "block_table", "cu_seqlens_q", "seqused_k")
-    if any(name not in arguments for name in needed):
+    if any(arguments.get(name) is None for name in needed):
         return None
     tensors = {name: arguments[name] for name in needed}
     for name in needed[3:]:
         tensors[name] = int32(tensors[name]) if name != "block_indices" else tensors[name].int()
     given = {name: arguments[name] for name in ("causal", "formulation") if name in arguments}
     try:
-        number, workspace = plan(**tensors, **given)
+        made = plan(**tensors, **given)
+        if isinstance(made, FakeTensor):
+            return None
+        number, workspace = made.tolist()
         return f"{PLANS[number]}; workspace {workspace / 2**20:.1f} MiB"
     except NotImplementedError as error:
         return f"none: {error}"
+
+
+_DIMENSIONS = {
+    **dict.fromkeys(("cu_seqlens_q", "seqused_k", "leftpad_k", "slot_mapping"), 1),
+    **dict.fromkeys(("block_table", "index_k"), 2),
+    **dict.fromkeys(("q", "k", "v", "index_q", "index_k_cache", "block_indices"), 3),
+    **dict.fromkeys(("k_cache", "v_cache"), 4),
+}
+
+
+def well_formed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that have the form which rules about sizes take for granted: `explain` gets others too."""
+
+    def fits(name: str, x: Any) -> bool:
+        if name == "topk":
+            return isinstance(x, int)
+        if name not in _DIMENSIONS or x is None:
+            return x is not None or name in ("index_k", "index_k_cache", "block_table", "leftpad_k")
+        return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.dim() == _DIMENSIONS[name]
+
+    return {name: x for name, x in arguments.items() if fits(name, x)}
 
 
 _NEEDED: dict[str, tuple[Callable[..., Optional[str]], tuple[str, ...], tuple[str, ...]]] = {
@@ -151,7 +198,7 @@ def outside_aot(op: str, arguments: dict[str, Any]) -> Optional[str]:
     if op not in _NEEDED:
         return None
     rule, needed, optional = _NEEDED[op]
-    if any(name not in arguments for name in needed):
+    if any(name not in arguments or (name == "block_table" and arguments[name] is None) for name in needed):
         return None
     return rule(*[arguments[n] for n in needed], **{n: arguments[n] for n in optional if n in arguments})
 

@@ -19,39 +19,10 @@ class _TorchAttention(torch.autograd.Function):
     """Attention on the torch backend with gradients for q, k_cache and v_cache; dense if `block_indices` is None."""
 
     @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        block_indices: Optional[torch.Tensor],
-        block_table: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        seqused_k: torch.Tensor,
-        softmax_scale: float,
-        causal: bool,
-        k_scale: Optional[torch.Tensor],
-        v_scale: Optional[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = (
-            torch.empty_like(q, memory_format=torch.contiguous_format),
-            torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
-        )
-        _launch(
-            "torch",
-            out,
-            lse,
-            q,
-            k_cache,
-            v_cache,
-            block_indices,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            softmax_scale,
-            causal,
-            k_scale,
-            v_scale,
-        )
+    def forward(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        _launch("torch", out, lse, q, *rest)
         return out, lse
 
     @staticmethod
@@ -65,25 +36,12 @@ class _TorchAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
-        q, k_cache, v_cache, block_indices, block_table, cu_seqlens_q, seqused_k, k_scale, v_scale = ctx.saved_tensors
+        *tensors, k_scale, v_scale = ctx.saved_tensors
         # Dynamo can't trace a function inside a backward pass, and needs none: no torch.func is about there.
         gradients = ops.torch_attention_backward if torch.compiler.is_compiling() else _TorchAttentionBackward.apply
-        grads = gradients(
-            grad_out,
-            grad_lse,
-            q,
-            k_cache,
-            v_cache,
-            block_indices,
-            block_table,
-            cu_seqlens_q,
-            seqused_k,
-            ctx.softmax_scale,
-            ctx.causal,
-            k_scale,
-            v_scale,
-        )
-        return (*grads, None, None, None, None, None, None, None, None)
+        options = (ctx.softmax_scale, ctx.causal, k_scale, v_scale)
+        grads = gradients(grad_out, grad_lse, *tensors, *options)
+        return (*grads, *[None] * (len(tensors) + len(options) - len(grads)))
 
 
 class _TorchAttentionBackward(torch.autograd.Function):
@@ -166,21 +124,10 @@ def _attend(
         if formulation is not None and block_indices is not None and not torch.compiler.is_compiling():
             _limits.plan(q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k, causal, formulation)
     softmax_scale = HEAD_DIM**-0.5 if softmax_scale is None else float(softmax_scale)
-    inputs = (
-        q,
-        k_cache,
-        v_cache,
-        block_indices,
-        table,
-        cu_seqlens_q,
-        seqused_k,
-        softmax_scale,
-        causal,
-        k_scale,
-        v_scale,
-    )
+    inputs = (q, k_cache, v_cache, block_indices, table, cu_seqlens_q, seqused_k)
+    options = (softmax_scale, causal, k_scale, v_scale)
     if grad:
-        out, lse = _TorchAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+        out, lse = _TorchAttention.apply(*inputs, *options)  # type: ignore[no-untyped-call]
     else:
         given = (out, lse)
         if out is None:
@@ -190,7 +137,7 @@ def _attend(
         writing(backend, given)
         # The operator's arguments behind the inputs: splits and overlap (of measurements), formulation.
         forced = () if formulation is None or backend == "torch" else (0, True, checks.FORMULATIONS[formulation])
-        _launch(backend, out, lse, *inputs, *forced)
+        _launch(backend, out, lse, *inputs, *options, *forced)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -229,12 +176,15 @@ def sparse_attention(
         block_table: [B, M] int32 or int64, page numbers. Entries outside [0, P) contribute nothing. None: the caches are
             contiguous, k_cache and v_cache [B, Hkv, S, 128] with a row a request; S may be any number, and the rows of
             both lie the same whole number of tokens apart. Nothing is copied.
-        cu_seqlens_q: [B + 1] int32 or int64, starts at 0. Rows at or past its last entry are empty rows.
+        cu_seqlens_q: [B + 1] int32 or int64, ascending from 0 to at most T. Rows at or past its last entry are empty rows.
+            Of other offsets nothing is promised but that no memory outside the tensors is touched.
         seqused_k: [B] int32 or int64, tokens in the cache, the new ones included; clamped to what the table, or the row,
             reaches.
-        softmax_scale: factor of the logits, default 1 / sqrt(128).
+        softmax_scale: factor of the logits, default 1 / sqrt(128). The kernels take logits up to 10^8 in magnitude.
         causal: a row sees tokens up to its own position; if False, all seqused_k tokens of its blocks.
-        k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale.
+        k_scale, v_scale: fp32 with 1 or Hkv elements, or None for 1; true value = stored value * scale. Of any sign. One
+            that is NaN or infinite spoils the rows of its head that see a token, and nothing else: k_scale (and
+            softmax_scale, for all heads) makes their out and lse NaN, v_scale makes no element of their out finite.
         leftpad_k: [B] int32 or int64, without a block_table only: slots of a row before its first token. seqused_k does
             not count them, blocks begin behind them.
         out: [T, Hq, 128] in q's dtype to write into. lse: [T, Hq] fp32 to write into. Neither with gradients.
@@ -245,8 +195,7 @@ def sparse_attention(
             queries by how much the selections of neighbouring rows overlap, which is found on the device for each
             request. A row's bits depend on its own inputs and on the formulation: name one where results must not
             change with what is around a row (explain() tells what a call takes). "union" takes 16 query heads a KV
-            head. With "union" and "kv_stationary" a value of v_cache inside seqused_k must be finite, even for rows that
-            don't see its token.
+            head.
 
     Returns:
         out [T, Hq, 128] in q's dtype, or (out, lse); lse [T, Hq] fp32 is the natural log of the sum of exp(scaled
@@ -305,7 +254,8 @@ def dense_attention(
 
     Arguments, results, gradients and errors are those of `sparse_attention`, without `block_indices`. No [T, seqused_k]
     matrix is ever built. Bytes past seqused_k change nothing, NaN included; a value inside it must be finite, though,
-    even for rows before its token. Specification: `reference.dense_attention`.
+    even for rows before its token, and on SM100 and SM103 the keys too: a single one that is NaN may be taken for one
+    without weight. Specification: `reference.dense_attention`.
     """
     checks.dense_attention(
         q,

@@ -5,6 +5,7 @@ where a row of the table allows it and the build contains it, else `torch`), and
 or raises.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 class CapabilityTable(list[Capability]):
-    """A list of rows that prints as a text table, or as Markdown."""
+    """A list of rows that prints as a text table, or as Markdown with equal rows merged."""
 
     header = ("operation", "backend", "runs on", "dtypes", "status")
 
@@ -66,8 +67,18 @@ class CapabilityTable(list[Capability]):
     def __str__(self) -> str:
         return aligned([self.header, *self.cells()])
 
+    def merged(self) -> list[tuple[str, ...]]:
+        """The cells with what is equal put together: a row for all operations and architectures that share the rest."""
+        operations: dict[tuple[str, ...], list[str]] = {}
+        for op, *others in self.cells():
+            operations.setdefault(tuple(others), []).append(op)
+        architectures: dict[tuple[str, ...], list[str]] = {}
+        for (name, arch, dtypes, status), ops in operations.items():
+            architectures.setdefault((", ".join(ops), name, dtypes, status), []).append(arch)
+        return [(ops, name, ", ".join(archs), *rest) for (ops, name, *rest), archs in architectures.items()]
+
     def markdown(self) -> str:
-        lines = ["| " + " | ".join(row) + " |" for row in [self.header, ("---",) * len(self.header), *self.cells()]]
+        lines = ["| " + " | ".join(row) + " |" for row in [self.header, ("---",) * len(self.header), *self.merged()]]
         return "\n".join(lines)
 
 
@@ -130,28 +141,36 @@ _ALLOWED = frozenset((r.op, r.backend, r.arch, pair) for r in TABLE for pair in 
 
 # The one environment override, read here and nowhere else. Its value is judged by the first call, so that an import
 # never fails for it.
-_forced: Optional[str] = os.environ.get("M3_SPARSE_BACKEND") or None
+_environment: Optional[str] = os.environ.get("M3_SPARSE_BACKEND") or None
+_forced = _environment
+# The contexts that are open, by number, in the order of their beginning; the last one rules. Threads may close them in
+# any order.
+_open: dict[int, Optional[str]] = {}
+_numbers = itertools.count()
 
 
 class _Forced:
     def __init__(self, name: Optional[str]):
         self.name = name
+        self.mine: list[int] = []  # a context may be entered again before it is left
 
     def __enter__(self) -> None:
         global _forced
-        self.before = _forced
-        _forced = self.name
+        self.mine.append(next(_numbers))
+        _open[self.mine[-1]] = _forced = self.name
 
     def __exit__(self, *error: object) -> None:
         global _forced
-        _forced = self.before
+        del _open[self.mine.pop()]
+        _forced = [_environment, *_open.values()][-1]
 
 
 def backend(name: Optional[str]) -> _Forced:
     """Context manager: every call inside runs on backend `name` or raises.
 
     `name` is "torch", "aot" or "jit"; None restores the default rule. The setting belongs to the process, not to the
-    thread. The environment variable M3_SPARSE_BACKEND sets it for a whole run.
+    thread: of the contexts open anywhere, the one opened last rules. The environment variable M3_SPARSE_BACKEND sets it
+    for a whole run.
 
     Raises:
         ValueError: the name is not one of the three (or None).
@@ -221,6 +240,8 @@ def choose(
     if _forced != "torch" and outside_aot is not None:
         reasons.append(outside_aot)
     if reasons:
+        if _forced != "torch" and not refusals(op, "torch", device, dtypes, needs_grad):
+            reasons.append("torch can run it: name no backend, or backend('torch')")
         raise NotImplementedError(
             f"backend {_forced!r} was asked for by name and cannot run this call: "
             + "; ".join([*reasons, HELP.format(op)])
@@ -294,7 +315,9 @@ def explain(op: Optional[str] = None, **arguments: Any) -> str:
         + (", gradients needed" if needs_grad else "")
         + ":"
     ]
-    paged = _contiguous.paged_arguments(op, arguments)
+    problem = checks.problem(op, arguments)
+    known = _limits.well_formed(arguments)
+    paged = known if problem else _contiguous.paged_arguments(op, known)
     outside = _limits.outside_aot(op, paged)
     rows = [("backend", "runs", "why not")]
     for name in BACKENDS:
@@ -307,12 +330,11 @@ def explain(op: Optional[str] = None, **arguments: Any) -> str:
         rule = "by default" if _forced is None else "asked for by name"
         chosen = choose(op, first.device, first.dtype, second, needs_grad, outside)
         lines.append(f"-> {chosen}, {rule}")
-        if op == "sparse_attention" and chosen != "torch":
+        if op == "sparse_attention" and chosen != "torch" and not problem:
             formulation = _limits.explain_plan(paged)
             lines += [] if formulation is None else [f"   formulation: {formulation}"]
     except (ValueError, NotImplementedError) as error:
         lines.append(f"-> raises {type(error).__name__}: {error}")
-    problem = checks.problem(op, arguments)
     if problem:
         lines.append(f"bad input: {problem}")
     return "\n".join(lines)

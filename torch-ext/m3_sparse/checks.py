@@ -14,6 +14,7 @@ from ._arguments import (
     INDICES,
     MAX_BLOCKS,
     aligned,
+    apart,
     batch,
     cache_dtype,
     describe,
@@ -90,69 +91,12 @@ def select_blocks(
     if out is not None:
         shape = (index_q.shape[0], index_q.shape[1], topk)
         tensor("out", out, "[T, Hi, topk]", shape, (torch.int32,), index_q)
+        apart("out", out)
     flag("return_scores", return_scores)
 
 
 # The numbers that the operator knows them by (torch-ext/launch/prefill.h).
 FORMULATIONS = {"union": 1, "kv_stationary": 2, "decode": 3}
-
-
-def _attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: Optional[torch.Tensor],
-    cu_seqlens_q: torch.Tensor,
-    seqused_k: torch.Tensor,
-    softmax_scale: Optional[float],
-    causal: bool,
-    k_scale: Optional[torch.Tensor],
-    v_scale: Optional[torch.Tensor],
-    out: Optional[torch.Tensor],
-    lse: Optional[torch.Tensor],
-    return_lse: bool,
-    leftpad_k: Optional[torch.Tensor],
-) -> None:
-    query("q", q)
-    paged = block_table is not None
-    kv_caches(k_cache, v_cache, q, q.dtype, paged)
-    heads = k_cache.shape[1]
-    if q.shape[1] % heads != 0:
-        raise ValueError(f"q must have a multiple of the Hkv = {heads} heads of k_cache, got Hq = {q.shape[1]}")
-    batch(block_table, cu_seqlens_q, seqused_k, q, leftpad_k, k_cache.shape[0])
-    if softmax_scale is not None and (
-        isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float, torch.SymFloat))
-    ):
-        raise TypeError(f"softmax_scale must be a float or None (1 / sqrt({HEAD_DIM})), got {describe(softmax_scale)}")
-    flag("causal", causal)
-    flag("return_lse", return_lse)
-    scale("k_scale", k_scale, heads, q)
-    scale("v_scale", v_scale, heads, q)
-    if out is not None:
-        tensor("out", out, f"[T, Hq, {HEAD_DIM}] like q", tuple(q.shape), (q.dtype,), q)
-        aligned("out", out)
-        no_grad("out", out)
-    if lse is not None:
-        tensor("lse", lse, "[T, Hq]", tuple(q.shape[:2]), (torch.float32,), q)
-        no_grad("lse", lse)
-    if needs_grad(q, k_cache, v_cache):
-        if has_tangent(q, k_cache, v_cache):
-            raise NotImplementedError(
-                "forward-mode derivatives of attention (torch.func.jvp, torch.func.jacfwd, torch.autograd.forward_ad) are "
-                "not implemented: expected reverse mode (backward, torch.func.vjp)"
-            )
-        if not paged:
-            raise NotImplementedError(
-                "gradients of contiguous caches are not implemented: expected a block_table, or tensors without grad"
-            )
-        if out is not None or lse is not None:
-            raise ValueError(
-                "out and lse must be None where q, k_cache or v_cache requires grad, got a tensor to write into"
-            )
-        if k_cache.dtype in FLOAT8 and needs_grad(k_cache, v_cache):
-            raise NotImplementedError(
-                f"gradients of float8 caches are not implemented: expected caches without grad, got {describe(k_cache)}"
-            )
 
 
 def dense_attention(
@@ -172,22 +116,48 @@ def dense_attention(
     return_lse: bool = False,
     leftpad_k: Optional[torch.Tensor] = None,
 ) -> None:
-    _attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        cu_seqlens_q,
-        seqused_k,
-        softmax_scale,
-        causal,
-        k_scale,
-        v_scale,
-        out,
-        lse,
-        return_lse,
-        leftpad_k,
-    )
+    query("q", q)
+    paged = block_table is not None
+    kv_caches(k_cache, v_cache, q, q.dtype, paged)
+    heads = k_cache.shape[1]
+    if q.shape[1] % heads != 0:
+        raise ValueError(f"q must have a multiple of the Hkv = {heads} heads of k_cache, got Hq = {q.shape[1]}")
+    batch(block_table, cu_seqlens_q, seqused_k, q, leftpad_k, k_cache.shape[0])
+    if softmax_scale is not None and (
+        isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float, torch.SymFloat))
+    ):
+        raise TypeError(f"softmax_scale must be a float or None (1 / sqrt({HEAD_DIM})), got {describe(softmax_scale)}")
+    flag("causal", causal)
+    flag("return_lse", return_lse)
+    scale("k_scale", k_scale, heads, q)
+    scale("v_scale", v_scale, heads, q)
+    if out is not None:
+        tensor("out", out, f"[T, Hq, {HEAD_DIM}] like q", tuple(q.shape), (q.dtype,), q)
+        aligned("out", out)
+        apart("out", out)
+        no_grad("out", out)
+    if lse is not None:
+        tensor("lse", lse, "[T, Hq]", tuple(q.shape[:2]), (torch.float32,), q)
+        apart("lse", lse)
+        no_grad("lse", lse)
+    if needs_grad(q, k_cache, v_cache):
+        if has_tangent(q, k_cache, v_cache):
+            raise NotImplementedError(
+                "forward-mode derivatives of attention (torch.func.jvp, torch.func.jacfwd, torch.autograd.forward_ad) are "
+                "not implemented: expected reverse mode (backward, torch.func.vjp)"
+            )
+        if not paged:
+            raise NotImplementedError(
+                "gradients of contiguous caches are not implemented: expected a block_table, or tensors without grad"
+            )
+        if out is not None or lse is not None:
+            raise ValueError(
+                "out and lse must be None where q, k_cache or v_cache requires grad, got a tensor to write into"
+            )
+        if k_cache.dtype in FLOAT8 and needs_grad(k_cache, v_cache):
+            raise NotImplementedError(
+                f"gradients of float8 caches are not implemented: expected caches without grad, got {describe(k_cache)}"
+            )
 
 
 def sparse_attention(
@@ -227,6 +197,7 @@ def store_kv(
         raise ValueError(f"k must have the Hkv = {k_cache.shape[1]} heads of k_cache in {text}, got {describe(k)}")
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         stored(name, x, cache)
+        apart(f"{name}_cache", cache)
     if (index_k is None) != (index_k_cache is None):
         raise ValueError(
             f"index_k and index_k_cache must both be tensors or both None, got {describe(index_k)} and "
@@ -245,6 +216,7 @@ def store_kv(
         )
         aligned("index_k_cache", index_k_cache)
         stored("index_k", index_k, index_k_cache)
+        apart("index_k_cache", index_k_cache)
     tensor("slot_mapping", slot_mapping, "[T]", (k.shape[0],), INDICES, k)
     scale("k_scale", k_scale, k_cache.shape[1], k)
     scale("v_scale", v_scale, k_cache.shape[1], k)

@@ -11,6 +11,7 @@ MiB. Each function writes tensors that the caller allocated. Rules in short (ful
 * Rows at or past cu_seqlens_q[-1] are empty rows: output 0, LSE -inf, ids -1, scores -inf.
 """
 
+import math
 from typing import Optional
 
 import torch
@@ -186,10 +187,15 @@ def distinct_blocks(block_indices: torch.Tensor, end: torch.Tensor, blocks: int)
 
 
 def scaled_query(q: torch.Tensor, heads: int, softmax_scale: float, k_scale: Optional[torch.Tensor]) -> torch.Tensor:
-    """[R, Hq, D] -> [R, Hkv, G, D] in the computing dtype, with the scales of the logits folded in."""
+    """[R, Hq, D] -> [R, Hkv, G, D] in the computing dtype, with the scales of the logits folded in: NaN where their product
+    is NaN or infinite, whatever q is.
+    """
     dtype = compute_dtype(q.dtype)
+    softmax_scale = softmax_scale if math.isfinite(softmax_scale) else math.nan
     query: torch.Tensor = q.to(dtype).unflatten(1, (heads, -1)) * softmax_scale
     scale = per_head(k_scale, heads, dtype)
+    if scale is not None:
+        scale = torch.where(scale.isfinite(), scale, math.nan)
     return query if scale is None else query * scale.view(-1, 1, 1)
 
 
@@ -295,7 +301,7 @@ def _quantise(x: torch.Tensor, scale: Optional[torch.Tensor], dtype: torch.dtype
     """A copy in the same dtype; to float8: x / scale, saturated (NaN stays NaN)."""
     if x.dtype == dtype:
         return x
-    x = x.float() if scale is None else x.float() / scale.float().view(-1, 1)
+    x = x.float() if scale is None else x.float() / scale.float().reshape(-1, 1)
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 

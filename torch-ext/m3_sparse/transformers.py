@@ -12,6 +12,7 @@ Under tensor parallelism a fourth divides the heads among the ranks (`_transform
 transformers is imported inside functions only.
 """
 
+import functools
 import re
 import sys
 from typing import Any, NamedTuple, Optional
@@ -94,6 +95,8 @@ def flash_attn_forward(
     if not hasattr(module, "indexer"):
         return delegate_to_sdpa(module, query, key, value, attention_mask, dropout, scaling, kwargs)
     check_call(module, query, key, dropout, block_indices, kwargs)
+    given = query.dtype
+    query, key, value = one_dtype(query, key, value)
     position_ids = kwargs.get("position_ids")
     batch, heads, q_length, dim = query.shape
     rows = read_rows(attention_mask, position_ids, query, key)
@@ -111,7 +114,7 @@ def flash_attn_forward(
     else:
         selected = select(module.indexer, block_indices, rows.pad, lengths)
         out = sparse_attention(tokens(query), keys, values, selected, block_table, **options)
-    out = out.view(batch, q_length, heads, dim)
+    out = out.view(batch, q_length, heads, dim).to(given)
     if refused is not None:
         out = out.masked_fill(refused[:, None, None, None], float("nan"))
     return out, None
@@ -119,9 +122,10 @@ def flash_attn_forward(
 
 def select(indexer: Any, states: IndexStates, pad: Optional[torch.Tensor], lengths: dict[str, Any]) -> torch.Tensor:
     """Selected blocks [B * Sq, Hi, topk], counted from each row's first real token."""
-    (keys,), block_table, leftpad = read_states((states.key.detach(),), pad, False)
+    query, key = one_dtype(states.query.detach(), states.key.detach())
+    (keys,), block_table, leftpad = read_states((key,), pad, False)
     return select_blocks(  # type: ignore[return-value]  # a tensor without return_scores
-        tokens(states.query.detach()),
+        tokens(query),
         keys[:, 0],
         block_table,
         leftpad_k=leftpad,
@@ -134,6 +138,14 @@ def select(indexer: Any, states: IndexStates, pad: Optional[torch.Tensor], lengt
 def tokens(x: torch.Tensor) -> torch.Tensor:
     """[B, heads, S, D] -> [B * S, heads, D]."""
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+
+def one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In the widest dtype among them, as transformers' caches make keys and values too. Under autocast, queries and keys
+    leave RoPE in fp32, and values a projection in 16 bits.
+    """
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def delegate_to_sdpa(
