@@ -126,3 +126,22 @@ def test_an_infinite_scale_over_products_of_one_sign(emulation, architecture):
     with emulation.device(architecture):
         for out, lse in (*backend.every(case).values(), backend.dense(case)):
             assert out.isnan().all() and lse.isnan().all()
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100", "sm_103"])
+def test_a_key_that_is_not_finite_in_any_column(emulation, architecture):
+    """SM100's dense kernel took NaN for -127 where a polynomial makes the exponential: 16 columns of a block of 128."""
+    columns = range(0, 128, 5), range(43, 49), range(60, 65)
+    case = field_helpers.make([1, 1], [256, 200], poison="zero")
+    backend = field_helpers.Backend("aot")
+    with emulation.device(architecture):
+        clean, clean_lse = backend.dense(case)
+        for column in sorted({c for chosen in columns for c in chosen}):
+            page = int(case.block_table[0, column // case.k_cache.shape[2]])
+            place = case.k_cache[page, :, column % case.k_cache.shape[2]]
+            before = place.clone()
+            place[:, 0] = float("nan")
+            out, lse = backend.dense(case)
+            place.copy_(before)
+            assert out[0].isnan().all() and lse[0].isnan().all(), column
+            assert torch.equal(out[1], clean[1]) and torch.equal(lse[1], clean_lse[1]), column

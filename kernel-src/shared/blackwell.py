@@ -170,7 +170,7 @@ POLYNOMIALS = {
 
 
 def exp2_pair(x, y, degree):
-    """2^x and 2^y for x, y <= 0 without the special-function unit; 0 from -127 down, NaN of NaN."""
+    """2^x and 2^y for x, y < 127 without the special-function unit; 0 from -127 down, NaN of NaN."""
     numbers = [asm("max.NaN.f32 $0, $1, $2;", "f", "ff", [v, Float32(-127.0)], False)[0] for v in (x, y)]
     # The sum's low bits are the nearest integer and the exponent's bias.
     rounded = add2(numbers, [Float32(softmax.SHIFT)] * 2)

@@ -14,8 +14,8 @@ Tile picture
 
 What comes from flash-attn-4 (imported, pinned): of FlashAttentionForwardSm100 the loops of the MMA warp, the softmax warps
     and the correction warps, that is the products through tensor memory, the online softmax whose maximum may lag by 8, the
-    polynomial exp2 for a quarter of the exponentials, and the pipelines between them. Ours: the argument list, the schedule,
-    the loader, the masks and the epilogue. SM103 gets the same program (flash-attention-4 would leave out the polynomial
+    polynomial exp2 for a quarter of the exponentials, and the pipelines between them. Ours: that polynomial, the argument
+    list, the schedule, the loader, the masks and the epilogue. SM103 gets the same program (flash-attention-4 would leave out the polynomial
     there and take the maximum in the load; that was not tried).
 
 Roles (16 warps)
@@ -48,6 +48,7 @@ from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 import shared.flash_attention  # noqa: F401, I001  before flash_attn and quack
 from flash_attn.cute import pipeline as fa_pipeline
+from flash_attn.cute import utils as fa_utils
 from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
 from flash_attn.cute.mask import mask_r2p_lambda, r2p_bitmask_below
 from flash_attn.cute.named_barrier import NamedBarrierFwdSm100
@@ -56,6 +57,9 @@ from shared import blackwell, hopper, ptx, smem, tma
 from shared.dense_tile import HALF, KEYS, SLAB, Blocks, DenseTiles, OneTile, Output, Paging, Tile, changed, logit_scale
 from shared.program import Kernel, Program
 from shared.softmax import LN_2
+
+# What the softmax loop calls for its polynomial exponentials: the one there takes a NaN for -127.
+fa_utils.ex2_emulation_2 = partial(blackwell.exp2_pair, degree=3)
 
 DIM, ROWS = 128, 128  # of a stage
 DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16}

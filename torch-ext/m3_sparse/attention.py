@@ -254,8 +254,7 @@ def dense_attention(
 
     Arguments, results, gradients and errors are those of `sparse_attention`, without `block_indices`. No [T, seqused_k]
     matrix is ever built. Bytes past seqused_k change nothing, NaN included; a value inside it must be finite, though,
-    even for rows before its token, and on SM100 and SM103 the keys too: a single one that is NaN may be taken for one
-    without weight. Specification: `reference.dense_attention`.
+    even for rows before its token. Specification: `reference.dense_attention`.
     """
     checks.dense_attention(
         q,
