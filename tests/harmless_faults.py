@@ -119,7 +119,7 @@ HARMLESS = (
     Harmless(
         "prefill_bf16_e4m3_r16 on SM100",
         "shared store moved",
-        "add.s32 %r, %r, 229576; mov.b32 %r, 127;  >> st.shared.b32 [%r]",
+        "_param_11]; cvta.param.u64 %rd, %rd; mov.b32 %r, __dynamic_shmem__0; add.s32 %r, %r, 229576; mov.b32 %r, 127;  >> st.shared.b32 [%r]",
         SAME_NUMBER,
     ),
     Harmless(
