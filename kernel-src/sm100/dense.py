@@ -15,8 +15,8 @@ Tile picture
 What comes from flash-attn-4 (imported, pinned): of FlashAttentionForwardSm100 the loops of the MMA warp, the softmax warps
     and the correction warps, that is the products through tensor memory, the online softmax whose maximum may lag by 8, the
     polynomial exp2 for a quarter of the exponentials, and the pipelines between them. Ours: that polynomial, the argument
-    list, the schedule, the loader, the masks and the epilogue. SM103 gets the same program (flash-attention-4 would leave out the polynomial
-    there and take the maximum in the load; that was not tried).
+    list, the schedule, the loader, the masks and the epilogue. SM103 gets the same program (flash-attention-4 would leave
+    out the polynomial there and take the maximum in the load; that was not tried).
 
 Roles (16 warps)
     0 - 3, 4 - 7    softmax of the stages (4 - 7 idle with one stage): a thread a row
