@@ -14,10 +14,11 @@ CONTIGUOUS, LAYOUT = "tests/test_contiguous.py", "tests/test_transformers_layout
 
 class Mutant(NamedTuple):
     fault: str
-    file: str  # below torch-ext
+    file: str  # below torch-ext; of a kernel, below the root
     before: str
     after: str
     tests: tuple  # pytest's arguments, or a test file and its launch checks
+    programs: tuple = ()  # of a kernel: those compiled with the fault
 
 
 def python(fault, file, before, after, *tests):

@@ -1,10 +1,10 @@
-"""Do the tests notice a fault? Applies the seeded faults of mutants.py one at a time and runs the tests beside each; then
-tests/test_emulated_faults.py, which does the same to the kernels' PTX.
+"""Do the tests notice a fault? Applies the seeded faults of mutants.py and kernel_mutants.py one at a time and runs the
+tests beside each; then tests/test_emulated_faults.py, which does the same to the kernels' PTX.
 
     python tests/mutation.py [--only TEXT] [--smoke] [--python] [--missing] [--write]
 
-Each mutant is a copy of the package (or of the launcher, compiled: one file and the link) in a temporary folder; nothing
-in the tree changes. Python's tests run in a child forked after torch was imported. A mutant that its tests pass is a
+Each mutant is a copy of the package (or of the launcher, compiled: one file and the link; or of the kernels' sources, of
+which a few programs are compiled) in a temporary folder; nothing in the tree changes. Python's tests run in a child forked after torch was imported. A mutant that its tests pass is a
 survivor: exit status 1. A kernel's fault must be noticed too, or be declared in harmless_faults.py. `--write` puts each result
 into docs/measurements/mutation.json and the tables made of them into docs/mutation.md; `--missing` runs what is not noticed
 there. The kernels' part goes by programs, whose records it finds in build/ptx_emulator/faults.
@@ -25,11 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import build
 import cuda_extension
+import kernel_mutants
 import mutants
 from project import load_project
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300  # a mutant that hangs is noticed
+ALL = mutants.ALL + kernel_mutants.ALL
 KILLED, SURVIVED, BROKEN = "noticed", "survived", "no verdict"
 NO_TESTS = 5  # pytest's exit status
 
@@ -151,6 +153,86 @@ class Extension:
         return all(self.check(file, checks) for file, checks in files.items())
 
 
+# ---- The kernels' sources: a few programs compiled again, the rest as in build/kernels; tests in the emulator ----
+
+
+class Kernels:
+    def __init__(self, project, scratch: Path):
+        variant = build.build_cuda(project, ROOT / "build")
+        self.sources, tree = scratch / "kernel-src", scratch / "emulated"
+        self.variant, self.programs = tree / variant.name, tree / "kernels"
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "kernel-src", self.sources, ignore=ignore)
+        shutil.copytree(variant, self.variant, ignore=ignore)
+        self.stems = {facts["name"]: facts["kernel"] for facts in self.index()}
+        self.restore()
+
+    def index(self) -> list:
+        return json.loads((ROOT / "build" / "kernels" / "index.json").read_text())
+
+    def restore(self) -> None:
+        shutil.rmtree(self.programs, ignore_errors=True)
+        self.programs.mkdir()
+        for path in (ROOT / "build" / "kernels").iterdir():
+            (self.programs / path.name).symlink_to(path)
+
+    def compile(self, mutant, scratch: Path) -> str:
+        """The compiler's complaint, or nothing."""
+        path = self.sources / mutant.file.removeprefix("kernel-src/")
+        text = path.read_text()
+        path.write_text(edited(text, mutant))
+        try:
+            for program in mutant.programs:
+                arch = program.rsplit("_", 1)[1].replace("sm", "sm_")
+                command = [sys.executable, "-B", str(self.sources / "export.py"), "--program", program, "--arch", arch]
+                command += ["--only", self.stems[program], "--out", str(scratch / "compiled")]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode != 0:
+                    return done.stderr
+                changed, place = scratch / "compiled" / f"{program}.ptx", self.programs / f"{program}.ptx"
+                if changed.read_text() == place.read_text():
+                    return f"{program} is what it was"
+                place.unlink()
+                shutil.copyfile(changed, place)
+        finally:
+            path.write_text(text)
+        return ""
+
+    def judge(self, mutant, scratch: Path) -> str:
+        try:
+            if complaint := self.compile(mutant, scratch):
+                print(complaint[-2000:], file=sys.stderr)
+                return BROKEN
+            code = self.check(mutant.tests, SECONDS)
+        finally:
+            self.restore()
+        return {0: SURVIVED, 1: KILLED}.get(code, BROKEN)
+
+    def check(self, tests, seconds: int) -> int:
+        """pytest's exit status; 1 of tests that don't come to an end."""
+        options = ["--backend=emulated", "--variant", str(self.variant), "--as-drawn"]
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *options, *tests]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return 1
+        if done.returncode not in (0, 1):
+            print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
+        return done.returncode
+
+    def passes(self, chosen: list) -> bool:
+        """Whether the tests of these mutants pass with the programs as they are."""
+        tests = sorted({test for mutant in chosen for test in mutant.tests})
+        return self.check(tests, 10 * SECONDS) == 0
+
+
+def kind(mutant) -> str:
+    """What a fault is in: python, cpp or kernels."""
+    if mutant.file.startswith("kernel-src/"):
+        return "kernels"
+    return "python" if mutant.file.endswith(".py") else "cpp"
+
+
 def run(chosen: list, keep) -> list:
     import hypothesis  # noqa: F401  what the children need not import again
     import pytest  # noqa: F401
@@ -162,18 +244,21 @@ def run(chosen: list, keep) -> list:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         python = build.build_cpu(project, ROOT / "build")
-        ours, others = ([m for m in chosen if m.file.endswith(".py") == of_python] for of_python in (True, False))
-        if ours and not passes(ours, python, scratch):
+        of = {name: [mutant for mutant in chosen if kind(mutant) == name] for name in ("python", "cpp", "kernels")}
+        if of["python"] and not passes(of["python"], python, scratch):
             raise SystemExit("Python's tests fail without a fault")
-        extension = Extension(project, scratch) if others else None
-        if extension and not extension.passes(others):
+        extension = Extension(project, scratch) if of["cpp"] else None
+        if extension and not extension.passes(of["cpp"]):
             raise SystemExit("the launcher's checks fail without a fault")
+        kernels = Kernels(project, scratch) if of["kernels"] else None
+        if kernels and not kernels.passes(of["kernels"]):
+            raise SystemExit("the kernels' tests fail without a fault")
         for mutant in chosen:
             start = time.monotonic()
-            if mutant.file.endswith(".py"):
+            if kind(mutant) == "python":
                 verdict = judge_python(mutant, python, scratch)
             else:
-                verdict = extension.judge(mutant, scratch)
+                verdict = (extension if kind(mutant) == "cpp" else kernels).judge(mutant, scratch)
             seconds = round(time.monotonic() - start, 1)
             results.append({"fault": mutant.fault, "file": mutant.file, "verdict": verdict, "seconds": seconds})
             keep(results[-1])
@@ -227,7 +312,7 @@ RESULTS, PAGE = ROOT / "docs" / "measurements" / "mutation.json", ROOT / "docs" 
 HEAD = """# Mutation test of the tests
 
 Generated by `make mutants` from [its results](measurements/mutation.json). Each row is one fault put into
-the sources (tests/mutants.py has the edit and the tests that must fail); the tests of an unbroken tree pass.
+the sources (tests/mutants.py and, of the kernels, tests/kernel_mutants.py have the edit and the tests that must fail); the tests of an unbroken tree pass.
 """
 KERNELS = (
     "Faults put into the PTX of shipped programs (a wait, barrier, fence or arrival dropped, a parity flipped, an address, "
@@ -271,7 +356,7 @@ def write(row: dict) -> None:
     """Puts one result into its place, and leaves out faults that are no longer in the list."""
     results = written()
     rows = {**{known["fault"]: known for known in results["sources"]}, row["fault"]: row}
-    save({**results, "sources": [rows[mutant.fault] for mutant in mutants.ALL if mutant.fault in rows]})
+    save({**results, "sources": [rows[mutant.fault] for mutant in ALL if mutant.fault in rows]})
 
 
 def write_kernel(name: str, found: dict) -> None:
@@ -292,11 +377,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="TEXT", help="faults whose name, file or program has this in it")
     parser.add_argument("--smoke", action="store_true", help="the few that make test runs")
-    parser.add_argument("--python", action="store_true", help="none of the C++ files and kernels")
+    parser.add_argument("--python", action="store_true", help="none of the launcher's and the kernels'")
     parser.add_argument("--missing", action="store_true", help="what the written results do not hold as noticed")
     parser.add_argument("--write", action="store_true", help="write the results and docs/mutation.md")
     options = parser.parse_args()
-    chosen = mutants.PYTHON if options.python else mutants.ALL
+    chosen = mutants.PYTHON if options.python else ALL
     if options.smoke:
         chosen = [mutant for mutant in mutants.PYTHON if mutant.fault in mutants.SMOKE]
     if options.only:
