@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import harmless_faults
+import kernel_mutants
 import mutants
 import mutation
 import pytest
@@ -13,17 +14,25 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("mutant", mutants.ALL, ids=lambda mutant: mutant.fault)
+@pytest.mark.parametrize("mutant", mutation.ALL, ids=lambda mutant: mutant.fault)
 def test_the_fault_can_still_be_applied(mutant):
-    text = (ROOT / "torch-ext" / mutant.file).read_text()
+    kind = mutation.kind(mutant)
+    text = (ROOT / ("" if kind == "kernels" else "torch-ext") / mutant.file).read_text()
     assert mutation.edited(text, mutant) != text
-    for test in mutant.tests if mutant.file.endswith(".py") else mutant.tests[1:]:
-        file, _, name = test.partition("::") if mutant.file.endswith(".py") else (f"tests/{mutant.tests[0]}", "", test)
-        assert f"def {name}" in (ROOT / file).read_text(), test
+    assert bool(mutant.programs) == (kind == "kernels")
+    for test in mutant.tests if kind != "cpp" else mutant.tests[1:]:
+        file, _, name = test.partition("::") if kind != "cpp" else (f"tests/{mutant.tests[0]}", "", test)
+        assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), test
 
 
 def test_there_are_enough_faults_and_no_two_of_a_name():
-    assert len({mutant.fault for mutant in mutants.ALL}) == len(mutants.ALL) >= 60
+    assert len({mutant.fault for mutant in mutation.ALL}) == len(mutation.ALL) >= 100
+
+
+def test_every_kernel_file_has_a_fault():
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernel-src").glob("[ns]*/*.py")}
+    files = {name for name in files if "/shared/" not in name and not name.endswith("__init__.py")}
+    assert files == {mutant.file for mutant in kernel_mutants.ALL if "/shared/" not in mutant.file}
 
 
 def test_a_few_faults_are_noticed():
@@ -47,7 +56,7 @@ def test_an_unnoticed_fault_is_a_survivor(tmp_path):
 def test_the_page_is_made_of_the_results():
     results = json.loads(mutation.RESULTS.read_text())
     assert mutation.PAGE.read_text() == mutation.page(results)
-    assert {row["fault"] for row in results["sources"]} == {mutant.fault for mutant in mutants.ALL}
+    assert {row["fault"] for row in results["sources"]} == {mutant.fault for mutant in mutation.ALL}
     assert all(row["verdict"] == mutation.KILLED for row in results["sources"])
 
 
