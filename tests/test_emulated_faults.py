@@ -160,6 +160,13 @@ def listed(group, formulation):
     return found
 
 
+def combined(group):
+    """Rows that fill every place of a list, and rows of few blocks; more than a chunk."""
+    case = cases.make([7, 3], [2100, 400], heads=(group, 1), dtype=BF16, style="clean", topk=16, seed=3)
+    case.ids[:7] = torch.arange(16, dtype=torch.int32)
+    return [attended(problems.Problem(case, case.ids), None)]
+
+
 def dense(q_lens, kv_lens):
     """Then a negative scale, all of a request's keys seen by all rows, and pages outside the cache."""
     case = cases.make(q_lens, kv_lens, heads=(16, 1), dtype=BF16, seed=3)
@@ -228,10 +235,16 @@ LARGE = {
     "prefill_score_bf16_bf16_scores": bind(prefill_score, BF16, BF16, STORED, 2),
     "prefill_score_bf16_e4m3_top16": bind(prefill_score, BF16, E4M3, FUSED, 2),
     "prefill_score_e4m3_e4m3_top16": bind(prefill_score, E4M3, E4M3, FUSED, 2),
+    "prefill_combine_bf16_r16": bind(combined, 16),
+    "topk_wide": bind(select, 300, BF16, (8, 16, 32)), "topk_long": bind(select, 1100, BF16, (8, 16, 32)),
 }  # fmt: skip
 BLACKWELL = {  # all tiles in one CTA
     "prefill_bf16_e4m3_r16": bind(prefill, [14, 5, 9], [500, 77, 300], (16, 1), E4M3, False),
     "prefill_union_e4m3": bind(prefill, [14, 5, 9], [500, 77, 300], (16, 1), E4M3, True),
+}  # fmt: skip
+LARGE_BLACKWELL = {
+    "dense_bf16_m128": bind(dense, [2, 1], [700, 200]), "dense_bf16_m256": bind(dense, [20, 5], [700, 200]),
+    "prefill_score_bf16_e4m3_top16": bind(prefill_score, BF16, E4M3, FUSED, 2),
 }  # fmt: skip
 # CTAs of those that take any number: few, so that each has several tiles and its rings come round.
 PERSISTENT = {name: 2 if "score" in name else 1 for name in LARGE if name.startswith("prefill")}
@@ -242,7 +255,7 @@ def same(got, want):
 
 
 def problems_of(name, arch="sm90a"):
-    found = (BLACKWELL if arch == "sm100a" else {**PROGRAMS, **LARGE})[name]()
+    found = ({**BLACKWELL, **LARGE_BLACKWELL} if arch == "sm100a" else {**PROGRAMS, **LARGE})[name]()
     return found if isinstance(found, list) else [found]
 
 
@@ -300,12 +313,16 @@ def check(emulation, name, arch, everything):
         assert not gone, "declared harmless, but no longer there"
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *(pytest.param(name, marks=pytest.mark.faults) for name in LARGE)])
+def large(names):
+    return [pytest.param(name, marks=pytest.mark.faults) for name in names]
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *large(LARGE)])
 def test_faults_are_noticed(emulation, name, pytestconfig):
     check(emulation, name, "sm90a", pytestconfig.getoption("--faults"))
 
 
-@pytest.mark.parametrize("name", BLACKWELL)
+@pytest.mark.parametrize("name", [*BLACKWELL, *large(LARGE_BLACKWELL)])
 def test_faults_on_blackwell_are_noticed(emulation, name, pytestconfig):
     check(emulation, name, "sm100a", pytestconfig.getoption("--faults"))
 
@@ -313,5 +330,5 @@ def test_faults_on_blackwell_are_noticed(emulation, name, pytestconfig):
 def test_the_table_has_these_programs():
     """docs/mutation.md is made of these figures."""
     path = Path(__file__).resolve().parent.parent / "docs" / "measurements" / "mutation.json"
-    names = {*PROGRAMS, *LARGE, *(f"{name} on SM100" for name in BLACKWELL)}
+    names = {*PROGRAMS, *LARGE, *(f"{name} on SM100" for name in (*BLACKWELL, *LARGE_BLACKWELL))}
     assert json.loads(path.read_text())["kernels"].keys() == names
