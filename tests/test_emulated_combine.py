@@ -41,6 +41,29 @@ def test_nan_and_infinite_lses_are_not_hidden(emulation):
     assert torch.equal(out.isnan().any(-1), want.isnan().any(-1)) and torch.equal(lse.isnan(), want_lse.isnan())
 
 
+@pytest.mark.parametrize("states", [2, 5, 9])
+def test_lses_far_apart(emulation, states):
+    """Without the largest of all LSEs, of whichever state, the weights leave fp32."""
+    outs, lses = torch.randn(states, states, 1, 128), torch.full((states, states, 1), -500.0)
+    lses[range(states), range(states)] = 500.0
+    lses[0, -1] = 499.0
+    with m3_sparse.backend("aot"):
+        got = m3_sparse.merge_states(outs, lses)
+    oracle.check_attention(*got, *oracle.merge_states(outs, lses))
+
+
+@pytest.mark.parametrize("far", ["states", "tokens"])
+def test_rows_far_apart(emulation, far):
+    """The third is more than 2^31 bytes behind the first; what lies between is never touched."""
+    strides = {"states": (2**28 + 512, 256), "tokens": (256, 2**28 + 512)}[far]
+    outs = torch.empty(2 * 2**28 + 4096).as_strided((3, 3, 2, 128), (*strides, 128, 1))
+    outs.copy_(torch.randn(outs.shape))
+    lses = torch.randn(3, 3, 2)
+    with m3_sparse.backend("aot"):
+        got = m3_sparse.merge_states(outs, lses)
+    oracle.check_attention(*got, *oracle.merge_states(outs, lses))
+
+
 def test_every_block_was_executed(emulation):
     """The last test of this file."""
     emulation.check_coverage("combine")

@@ -16,12 +16,12 @@ DTYPES = [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E4M3), (BF16, E5M2), 
 SPLITS = (1, 2, 4, 16)  # CTAs a row
 
 
-def attend(case, splits, causal=True, with_lse=True):
+def attend(case, splits, causal=True, with_lse=True, scale=128**-0.5):
     """(out, lse) of the operator with the number of CTAs a row given."""
     (q, k_cache, v_cache, ids, table), options = case.sparse()
     out, lse = cases.nan_like(q.shape, q.dtype), cases.nan_like(q.shape[:2], torch.float32) if with_lse else None
     ops.BUILT["sparse_attention", "aot"](
-        out, lse, q, k_cache, v_cache, ids, table, options["cu_seqlens_q"], options["seqused_k"], 128**-0.5, causal,
+        out, lse, q, k_cache, v_cache, ids, table, options["cu_seqlens_q"], options["seqused_k"], scale, causal,
         options["k_scale"], options["v_scale"], splits,
     )  # fmt: skip
     return out, lse
@@ -94,6 +94,44 @@ def test_logits_that_grow(emulation, dtypes, splits):
     case.ids[0, 0] = torch.arange(16, dtype=torch.int32)
     case.q.mul_(8)
     check(case, splits)
+
+
+@pytest.mark.parametrize("step", [3, -3])
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, E5M2)], ids=lambda d: str(d[1])[6:])
+def test_logits_far_apart(emulation, dtypes, splits, step):
+    """From block to block by more than fp32 has exponents for: what is smaller vanishes, whichever comes first."""
+    q, kv = dtypes
+    case = cases.make([2], [900], heads=(16, 1), dtype=q, kv_dtype=kv, topk=8, style="clean", seed=6)
+    case.q.fill_(0.25)
+    case.ids[:] = torch.arange(8, dtype=torch.int32)
+    for i, page in enumerate(case.block_table[0, :8].tolist()):
+        case.k_cache[page] = torch.full(case.k_cache[page].shape, float(step * i)).to(kv)
+    args, options = case.sparse()
+    want = oracle.sparse_attention(*args, **options, softmax_scale=1.0)
+    oracle.check_attention(*attend(case, splits, scale=1.0), *want)
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_a_block_named_twice(emulation, splits):
+    """In rows that ascend but for it, and in others."""
+    case = cases.make([4], [700], heads=(16, 1), dtype=BF16, topk=5, style="clean", seed=8)
+    rows = [[0, 1, 1, 3, 4], [2, 2, 2, 2, 2], [0, 3, 3, -1, -1], [4, 0, 4, 1, 0]]
+    case.ids[:, 0] = torch.tensor(rows, dtype=torch.int32)
+    check(case, splits)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16), (FP16, FP16), (BF16, E4M3), (FP16, E5M2)], ids=lambda d: str(d[1])[6:]
+)
+def test_scale_of_any_sign(emulation, dtypes, splits, scale):
+    q, kv = dtypes
+    case = cases.make([2], [300], heads=(16, 1), dtype=q, kv_dtype=kv, topk=3)
+    args, options = case.sparse()
+    want = oracle.sparse_attention(*args, **options, softmax_scale=scale)
+    oracle.check_attention(*attend(case, splits, scale=scale), *want)
 
 
 @pytest.mark.parametrize("splits", SPLITS)

@@ -1,5 +1,5 @@
 """Pages far into a pool of more than 2^31 elements, and page numbers above 32,768, in the PTX emulator: every kernel that
-reads a cache, against float64. The pool is address space that is never touched outside of a few pages.
+reads a cache, against float64, and the one that writes it. The pool is address space that is never touched outside of a few pages.
 
 Needs `--backend=emulated`.
 """
@@ -70,3 +70,18 @@ def test_selection(emulation, way, kv):
     scores = oracle.block_scores(*args, **options)
     counts = oracle.candidates(*options.values(), args[2], case.page, len(out))
     oracle.check_selection(out, scores, torch.zeros_like(scores), counts)
+
+
+@pytest.mark.parametrize("kv", [BF16, E4M3], ids=["bf16", "e4m3"])
+def test_store(emulation, kv):
+    page, numbers, count = 64, torch.tensor([0, 65536, ELEMENTS // (64 * 128) + 63]), ELEMENTS // (64 * 128) + 64
+    generator = torch.Generator().manual_seed(6)
+    rows = [torch.randn(20, *heads, 128, generator=generator).to(BF16) for heads in ((1,), (1,), ())]
+    near = [torch.zeros(3, *heads, page, 128).to(kv) for heads in ((1,), (1,), ())]
+    slots = torch.randperm(3 * page, generator=generator)[:20]
+    want = oracle.store_kv(*rows, *near, slots)
+    pools = [far(cache, numbers, count) for cache in near]
+    with m3_sparse.backend("aot"):
+        m3_sparse.store_kv(*rows, *pools, numbers[slots // page] * page + slots % page)
+    for pool, expected in zip(pools, want):
+        assert torch.equal(oracle.stored_bytes(pool[numbers]), expected)

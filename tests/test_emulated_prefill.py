@@ -140,6 +140,16 @@ def test_chunks_change_no_bit(emulation, dtypes, group):
     same_bits(in_chunks(emulation, case, heads=2, with_lse=False), want, "without a LSE")
 
 
+@pytest.mark.parametrize("group", [16, 8])
+def test_more_than_16_blocks_a_row_of_several_heads(emulation, group):
+    case = cases.make(
+        [5, 2], [2900, 130], heads=(2 * group, 2), dtype=BF16, kv_dtype=E4M3, topk=20, scales="head", seed=11
+    )
+    want = attend(case, "kv_stationary")
+    oracle.check_attention(*want, *expected(case))
+    same_bits(in_chunks(emulation, case), want, "chunks of a head")
+
+
 @each_dtype
 @pytest.mark.parametrize("group", [9, 2])
 def test_several_tiles_a_cta(emulation, dtypes, group):
@@ -234,6 +244,20 @@ def test_each_request_takes_its_formulation(emulation, kv, policy):
     with emulation.policy(policy):
         got = by_sequence(case)
     check_choice(got, case, policy)
+
+
+def test_a_request_of_one_tile_takes_its_formulation(emulation):
+    case = two_kinds([8, 7, 10], [600, 2500, 900], (32, 2), BF16)
+    check_choice(by_sequence(case), case, "a tile")
+
+
+def test_all_heads_and_tokens_decide(emulation):
+    """The first head and the first half of each tile agree on their blocks; what makes the choice lies in the others."""
+    case = two_kinds([16, 16], [600, 9000], (64, 4), BF16, 8)
+    first = torch.arange(8, dtype=torch.int32)
+    case.ids[16:, 0] = first
+    case.ids[16:20] = case.ids[24:28] = first
+    check_choice(by_sequence(case), case, "heads that differ")
 
 
 def test_the_default_chooses_by_request(emulation):

@@ -63,6 +63,18 @@ def test_a_request_with_more_rows_than_the_average(emulation, dtypes, heads, q_l
     case = cases.make(q_lens, [400, 300, 700, 129][: len(q_lens)], heads=(heads, heads), dtype=q, kv_dtype=kv)
     with emulation.policy("eager+race"):
         check(case)
+    case = cases.make(q_lens, [1000] * len(q_lens), heads=(heads, heads), dtype=q, kv_dtype=kv)
+    with emulation.device("sm_90", 1):  # a CTA goes over several blocks with each group of columns
+        check(case)
+
+
+@pytest.mark.parametrize("power", [-122, 100])
+@pytest.mark.parametrize("kv", [BF16, E4M3], ids=["bf16", "e4m3"])
+def test_queries_at_the_ends_of_bfloat16(emulation, kv, power):
+    """Over float8 keys they become fp16 numbers, which have no such range."""
+    case = cases.make([2], [300], heads=(2, 2), dtype=BF16, kv_dtype=kv)
+    case.index_q.mul_(2.0**power)
+    check(case)
 
 
 def crafted(values):

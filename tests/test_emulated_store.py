@@ -32,9 +32,12 @@ def problem(dtypes, tokens=37, heads=2, page=64, slot_type=torch.int64):
     k, v = (drawn(tokens, heads, 128, dtype=kv) for _ in range(2))
     k_cache, v_cache = (filled(3, heads, page, 128, dtype=kept) for _ in range(2))
     slots = torch.randperm(3 * page, generator=generator)[:tokens].to(slot_type)
+    unused = int(slots[0])
     slots[::5] = -1
-    if tokens > 3:
+    if tokens > 4:
         slots[1], slots[2], slots[3] = 3 * page, 2**30, -(2**31)
+        if slot_type == torch.int64:
+            slots[4] = 2**32 + unused  # none, though its lower half is one
     return [k, v, drawn(tokens, 128, dtype=index), k_cache, v_cache, filled(3, page, 128, dtype=index_kept), slots]
 
 
