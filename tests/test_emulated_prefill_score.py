@@ -117,6 +117,28 @@ def test_many_requests(emulation):
     check(tensors, lengths, topk=3)
 
 
+@pytest.mark.parametrize("requests", [32, 33])
+def test_rows_past_a_full_round_of_requests(emulation, requests):
+    """The rows behind as many requests as a round looks at have no blocks."""
+    lengths_of = [0] * (requests - 2)
+    check(*make(lengths_of + [1, 3], lengths_of + [600, 200], 2, pad_rows=5), topk=3)
+
+
+def test_requests_that_end_with_a_block(emulation):
+    """Their last rows see all of the block and none of a next one."""
+    check(*make([3, 2, 9, 1], [640, 768, 1152, 900], 2), topk=3)
+    with emulation.device(emulation.architecture, 2):
+        check(*make([130, 2, 140, 1], [640, 768, 1152, 900], 2), topk=3, local=0)
+
+
+@pytest.mark.parametrize("topk", [3, 17])
+def test_tiny_queries_over_float8(emulation, topk):
+    """bf16 queries are made fp16 by a power of two, which itself must not leave fp32."""
+    (query, keys, table), lengths = make([20], [128 * topk + 700], 4, DTYPES[2], seed=2)
+    query.mul_(2.0**-112)
+    check((query, keys, table), lengths, topk=topk)
+
+
 def test_ids_with_gaps(emulation):
     tensors, lengths = make([40], [1300], 2, seed=8)
     query, keys, table = tensors
