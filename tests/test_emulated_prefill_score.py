@@ -87,6 +87,16 @@ def test_scores_below_zero_and_nan(emulation, dtypes, topk):
         check((query, keys, table), lengths, topk=topk)
 
 
+@pytest.mark.parametrize("below", [slice(0, 8), slice(8, 16)], ids=["first", "second"])
+@pytest.mark.parametrize("topk", [4, 17])
+def test_one_of_a_threads_rows_is_below_zero(emulation, topk, below):
+    """A thread has the rows of heads h and h + 8, and looks again if one of the two maxima has its sign bit."""
+    (query, keys, table), lengths = make([5], [128 * topk + 700], 16, layout="dense", seed=topk)
+    query.copy_(query.abs()), keys.copy_(keys.abs())
+    query[:, below] *= -1
+    check((query, keys, table), lengths, topk=topk)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 8, 64])
 @pytest.mark.parametrize("topk, local, init", [(4, 0, 0), (8, 2, 1), (3, 3, 0), (17, 1, 2), (1, 1, 0)])
 def test_heads_and_options(emulation, device, heads, topk, local, init):
@@ -109,6 +119,17 @@ def test_ties_prefer_the_lower_block(emulation):
     (query, keys, table), lengths = make([150], [2500], 4, kind="int", seed=6)
     for topk in (5, 18):
         check((query, keys, table), lengths, topk=topk, local=1, init=1)
+
+
+@pytest.mark.parametrize("topk", [3, 16, 32])
+def test_all_blocks_are_ties(emulation, device, topk):
+    """The first ones win: in the list of a CTA that has the tile for itself, and in what is folded of several CTAs'."""
+    (query, keys, table), lengths = make([5], [128 * (topk + 9)], 4, kind="int")
+    keys.copy_(keys[table[0, 0], :1].expand(keys.shape))
+    for multiprocessors in (1, 0):
+        with emulation.device(device, multiprocessors):
+            _, ids = check((query, keys, table), lengths, topk=topk, local=0)
+            assert torch.equal(ids, torch.arange(topk, dtype=torch.int32).expand(ids.shape))
 
 
 def test_many_requests(emulation):
