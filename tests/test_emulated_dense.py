@@ -87,6 +87,13 @@ def test_more_pages_than_a_warp_holds(emulation, dtype):
     check(cases.make([20], [33 * 64 + 1], heads=(8, 1), dtype=dtype, page=64))
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_rows_past_a_full_round_of_requests(emulation, tokens):
+    """The rows behind as many requests as a round of the search looks at are empty."""
+    case = cases.make([0] * 126 + [tokens, 1], [0] * 126 + [30, 9], heads=(16, 1), dtype=BF16, pad_rows=tokens + 2)
+    check(case)
+
+
 def test_through_the_public_function(emulation, device):
     case = cases.make([1, 25], [130, 300], heads=(32, 2), dtype=BF16)
     args, options = case.dense()

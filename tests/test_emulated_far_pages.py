@@ -50,6 +50,16 @@ def test_sparse_attention(emulation, formulation, kv, page):
     oracle.check_attention(*got, *oracle.sparse_attention(*args, **options))
 
 
+def test_a_float8_cache_that_is_widened_first(emulation):
+    case = make(dtype=BF16, kv_dtype=E4M3)
+    (q, *rest), options = case.sparse()
+    out, lse = cases.nan_like(q.shape, BF16), cases.nan_like(q.shape[:2], torch.float32)
+    lengths = (options["cu_seqlens_q"], options["seqused_k"])
+    widened = 5  # of launch/prefill.h
+    ops.BUILT["sparse_attention", "aot"](out, lse, q, *rest, *lengths, 128**-0.5, True, None, None, 0, True, widened)
+    oracle.check_attention(out, lse, *oracle.sparse_attention(q, *rest, **options))
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_dense_attention(emulation, splits):
     case = make(dtype=BF16)

@@ -349,6 +349,55 @@ def test_what_is_not_finite_reaches_rows_that_see_it(emulation, page, group, dty
         problems.check_isolation(problem, places, *runs)
 
 
+@pytest.mark.parametrize("position", [261, 269])
+@pytest.mark.parametrize("kv", [BF16, E5M2], ids=lambda d: str(d)[6:])
+def test_one_value_in_the_queries_block_is_not_finite(emulation, kv, position):
+    """The first row of V that the first token does not see, and the last one: of the ten tokens' block nothing else."""
+    case = cases.make([10], [270], heads=(16, 1), dtype=BF16, kv_dtype=kv, topk=2, style="clean")
+    case.ids[:] = torch.tensor([0, 2], dtype=torch.int32)
+    runs = [lambda p, name=name: attend(p.case, name) for name in FORMULATIONS]
+    problems.check_isolation(problems.Problem(case, case.ids), {0: [(position, 3)]}, *runs)
+
+
+@each_formulation
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16)], ids=lambda d: str(d[1])[6:])
+def test_all_logits_far_below_zero(emulation, dtypes, formulation):
+    """A slot without a block is no logit of 0."""
+    q, kv = dtypes
+    case = cases.make([9], [300], heads=(16, 1), dtype=q, kv_dtype=kv, topk=6, style="clean")
+    case.q.fill_(1), case.k_cache.fill_(-1)
+    oracle.check_attention(*attend(case, formulation, scale=3.0), *expected(case, scale=3.0))
+
+
+@each_formulation
+@pytest.mark.parametrize("group", [16, 8])
+def test_values_near_the_largest_fp16(emulation, formulation, group):
+    """128 keys of equal weight, whose sum before it is divided is far above what fp16 holds."""
+    if group != 16 and formulation == "union":
+        pytest.skip("union tiles are of 16 query heads")
+    case = cases.make([9], [300], heads=(group, 1), dtype=FP16, topk=3, style="clean")
+    case.q.zero_(), case.v_cache.mul_(0).sub_(60000)
+    oracle.check_attention(*attend(case, formulation), *expected(case))
+
+
+@pytest.mark.parametrize("kv", [E4M3, E5M2], ids=lambda d: str(d)[6:])
+@each_formulation
+def test_tiny_queries_over_float8(emulation, formulation, kv):
+    """bf16 queries are made fp16 by a power of two, which itself must not leave fp32."""
+    case = cases.make([9, 4], [300, 140], heads=(16, 1), dtype=BF16, kv_dtype=kv, topk=3, style="clean")
+    case.q.mul_(2.0**-118)
+    scale = 0.1 * 2.0**118
+    oracle.check_attention(*attend(case, formulation, scale=scale), *expected(case, scale=scale))
+
+
+def test_a_cache_that_is_widened_first_may_have_two_layouts(emulation):
+    case = cases.make([9, 4], [300, 140], heads=(32, 2), dtype=BF16, kv_dtype=E4M3, page=64, topk=3)
+    case.v_cache = case.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    want = attend(case, "union")
+    oracle.check_attention(*want, *expected(case))
+    same_bits(by_sequence(case, True, WIDENED), want, "V's strides")
+
+
 def test_wrong_numbers_stay_inside(emulation):
     """Lengths, pages and ids are data: whatever they hold, only the tensors given are touched. For union tiles, the
     offsets too."""

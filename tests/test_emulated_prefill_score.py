@@ -87,6 +87,16 @@ def test_scores_below_zero_and_nan(emulation, dtypes, topk):
         check((query, keys, table), lengths, topk=topk)
 
 
+@pytest.mark.parametrize("below", [slice(0, 8), slice(8, 16)], ids=["first", "second"])
+@pytest.mark.parametrize("topk", [4, 17])
+def test_one_of_a_threads_rows_is_below_zero(emulation, topk, below):
+    """A thread has the rows of heads h and h + 8, and looks again if one of the two maxima has its sign bit."""
+    (query, keys, table), lengths = make([5], [128 * topk + 700], 16, layout="dense", seed=topk)
+    query.copy_(query.abs()), keys.copy_(keys.abs())
+    query[:, below] *= -1
+    check((query, keys, table), lengths, topk=topk)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 8, 64])
 @pytest.mark.parametrize("topk, local, init", [(4, 0, 0), (8, 2, 1), (3, 3, 0), (17, 1, 2), (1, 1, 0)])
 def test_heads_and_options(emulation, device, heads, topk, local, init):
@@ -111,10 +121,43 @@ def test_ties_prefer_the_lower_block(emulation):
         check((query, keys, table), lengths, topk=topk, local=1, init=1)
 
 
+@pytest.mark.parametrize("topk", [3, 16, 32])
+def test_all_blocks_are_ties(emulation, device, topk):
+    """The first ones win: in the list of a CTA that has the tile for itself, and in what is folded of several CTAs'."""
+    (query, keys, table), lengths = make([5], [128 * (topk + 9)], 4, kind="int")
+    keys.copy_(keys[table[0, 0], :1].expand(keys.shape))
+    for multiprocessors in (1, 0):
+        with emulation.device(device, multiprocessors):
+            _, ids = check((query, keys, table), lengths, topk=topk, local=0)
+            assert torch.equal(ids, torch.arange(topk, dtype=torch.int32).expand(ids.shape))
+
+
 def test_many_requests(emulation):
     q_lens = [(i * 37) % 50 for i in range(70)]
     tensors, lengths = make(q_lens, [q + (i * 131) % 900 for i, q in enumerate(q_lens)], 2, seed=7)
     check(tensors, lengths, topk=3)
+
+
+@pytest.mark.parametrize("requests", [32, 33])
+def test_rows_past_a_full_round_of_requests(emulation, requests):
+    """The rows behind as many requests as a round looks at have no blocks."""
+    lengths_of = [0] * (requests - 2)
+    check(*make(lengths_of + [1, 3], lengths_of + [600, 200], 2, pad_rows=5), topk=3)
+
+
+def test_requests_that_end_with_a_block(emulation):
+    """Their last rows see all of the block and none of a next one."""
+    check(*make([3, 2, 9, 1], [640, 768, 1152, 900], 2), topk=3)
+    with emulation.device(emulation.architecture, 2):
+        check(*make([130, 2, 140, 1], [640, 768, 1152, 900], 2), topk=3, local=0)
+
+
+@pytest.mark.parametrize("topk", [3, 17])
+def test_tiny_queries_over_float8(emulation, topk):
+    """bf16 queries are made fp16 by a power of two, which itself must not leave fp32."""
+    (query, keys, table), lengths = make([20], [128 * topk + 700], 4, DTYPES[2], seed=2)
+    query.mul_(2.0**-118)
+    check((query, keys, table), lengths, topk=topk)
 
 
 def test_ids_with_gaps(emulation):
