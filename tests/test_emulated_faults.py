@@ -236,7 +236,7 @@ LARGE = {
     "prefill_score_bf16_e4m3_top16": bind(prefill_score, BF16, E4M3, FUSED, 2),
     "prefill_score_e4m3_e4m3_top16": bind(prefill_score, E4M3, E4M3, FUSED, 2),
     "prefill_combine_bf16_r16": bind(combined, 16),
-    "topk_wide": bind(select, 300, BF16, (8, 16, 32)), "topk_long": bind(select, 1100, BF16, (8, 16, 32)),
+    "topk_wide": bind(select, 1000, BF16, (8, 16, 32)),
 }  # fmt: skip
 BLACKWELL = {  # all tiles in one CTA
     "prefill_bf16_e4m3_r16": bind(prefill, [14, 5, 9], [500, 77, 300], (16, 1), E4M3, False),

@@ -4,7 +4,7 @@ Problem
     Token i goes to slot s_i = page * page_size + offset: cache[page, head, offset] = row[i, head] for K and V, and
     cache[page, offset] = row[i] for the index K. A slot outside [0, pages * page_size) is skipped (-1 is padding).
     Same dtype: the bytes. To float8: x / scale in fp32 (IEEE division), saturated to the largest finite value, rounded
-    to nearest even; NaN stays NaN and keeps its sign. Two tokens with one slot: which wins is undefined.
+    to nearest even; NaN stays NaN, with a scale of either sign. Two tokens with one slot: which wins is undefined.
 
 Tile picture
     grid (16 tokens, row of a token), rows = K heads, V heads, index K: a CTA works on one tensor and one head.

@@ -21,17 +21,17 @@ class Emulation:
     def __init__(self, folder, kernels, architecture="sm_90"):
         self.driver = EmulatingDriver(folder, kernels)
         self.become(architecture)
-        self.calling = False
+        self.calling, self.fill = False, 0xFF
         self.reports = []
         self.library = torch.library.Library("aten", "IMPL")
         self.library.impl("new_empty", self.new_empty, "CPU")
 
     def new_empty(self, tensor, size, dtype=None, layout=None, device=None, pin_memory=None):
-        """What an operator allocates is memory of the launches that follow, full of NaN."""
+        """What an operator allocates is memory of the launches that follow, full of `fill`: NaN, as a rule."""
         made = torch.empty(size, dtype=dtype or tensor.dtype, device=device or tensor.device)
         if self.calling:
             made.untyped_storage().copy_(
-                torch.full((made.untyped_storage().nbytes(),), 0xFF, dtype=torch.uint8).untyped_storage()
+                torch.full((made.untyped_storage().nbytes(),), self.fill, dtype=torch.uint8).untyped_storage()
             )
             self.driver.memory.append((made.data_ptr(), made.numel() * made.element_size(), True))
         return made
