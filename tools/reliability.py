@@ -67,7 +67,7 @@ def mutants(figures: dict) -> str:
         (f"PTX of {program}", found["faults"], found["noticed"], len(found["harmless"]))
         for program, found in figures["kernels"].items()
     ]
-    rows += [*programs, ("**all of the kernels**", *(sum(column) for column in list(zip(*programs))[1:]))]
+    rows += [*programs, ("**all of the PTX**", *(sum(column) for column in list(zip(*programs))[1:]))]
     return table(("where", "seeded faults", "noticed", "harmless"), rows)
 
 
@@ -132,8 +132,8 @@ Failures that users of other kernels of this model met, each a named test: tests
 
 ## Do the tests notice?
 
-Faults seeded one at a time, in the sources and in the kernels' PTX: `make mutants`. What is harmless has its reason in
-[mutation.md](mutation.md).
+Faults seeded one at a time: `make mutants`. In the sources, the kernels' among them, faults of what is computed; in the kernels' PTX
+those of how threads work together. What is harmless has its reason in [mutation.md](mutation.md).
 
 {mutants(seeded)}
 
