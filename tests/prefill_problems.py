@@ -92,10 +92,20 @@ def growing(q, kv):
     return Problem(case, case.ids, scale=1.0)
 
 
+def large(q, kv):
+    """Values up to near the end of fp16, of one sign a column, under flat logits: the sum of p v over a block, which
+    KV-stationary kernels round to 16 bits, has room only if the p's are small."""
+    problem = contrast(1e-3, q, kv)
+    values = problem.case.v_cache
+    signs = torch.where(torch.arange(128) % 3 == 0, -1.0, 1.0)
+    values.copy_((values.float().abs().clamp(0.5, 1.0) * signs * min(4e4, torch.finfo(kv).max)).to(kv))
+    return problem
+
+
 def outside(page, heads, q, kv):
     """Page numbers outside the cache."""
-    case = cases.make([14], [830], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=8, style="clean", seed=page)
-    bad = [1, 3, 6] if page == 128 else [0, 3, 6, 7, 13]
+    case = cases.make([14], [840], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=8, style="clean", seed=page)
+    bad = [1, 3, 6] if page == 128 else [0, 3, 6, 7, 12]  # 12: rows before 832 see nothing of the last block
     wrong = [-1, case.k_cache.shape[0], 1 << 30, -(2**31), -5][: len(bad)]
     case.block_table[0, bad] = torch.tensor(wrong, dtype=torch.int32)
     case.ids[-2:] = -1  # rows that see half a block, where a key of the other half would weigh much
@@ -124,7 +134,8 @@ def halves(first, second, q, kv):
 def blemished(page, heads, q, kv):
     """A problem and the places (cache position, column) of its V and K that may become NaN or infinite: within the block
     of the queries, where only the later ones see it, and in blocks that some of a tile's tokens have chosen. The last
-    tiles of both requests have some, and so has one with tiles behind it."""
+    tiles of both requests have some, and so has one with tiles behind it. Key 528's exponential SM100's KV-stationary
+    kernel makes by a polynomial, as it does of 2 in 16, and the others' not."""
     case = cases.make([26, 7], [530, 250], heads=heads, page=page, dtype=q, kv_dtype=kv, topk=4, style="clean", seed=7)
     pick = torch.Generator().manual_seed(page)
     for row in range(33):
@@ -133,7 +144,7 @@ def blemished(page, heads, q, kv):
         for head in range(case.ids.shape[1]):
             chosen = [b for b, k in zip(blocks, keep[head]) if k][:4]
             case.ids[row, head] = torch.tensor(chosen + [-1] * (4 - len(chosen)), dtype=torch.int32)
-    return Problem(case, case.ids), {0: [(140, 3), (507, 64), (515, 127), (527, 8)], 1: [(247, 77)]}
+    return Problem(case, case.ids), {0: [(140, 3), (507, 64), (515, 127), (528, 8)], 1: [(247, 77)]}
 
 
 def spoil(case, cache, places, kinds):
@@ -186,6 +197,7 @@ STEEP = {
     "clear": bind(contrast, 3.0),
     "flat": bind(contrast, 1e-3),
     "growing": growing,
+    "large": large,
 }
 ATTENTION = {
     **{name: bind(ragged, name) for name in RAGGED},
@@ -229,6 +241,7 @@ DENSE = {
     "overlapping": (128, (8, 2), "dense", False, "head", [40], [300]),
     "mha": (128, (2, 2), "hnd", True, None, [140], [140]),
     "more queries than keys": (128, (16, 1), "hnd", True, None, [30], [9]),
+    "group of 5": (128, (5, 1), "hnd", True, None, [60], [160]),  # SM100: both stages of a tile end in empty rows
 }
 
 

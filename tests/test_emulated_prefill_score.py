@@ -83,6 +83,7 @@ def test_scores_below_zero_and_nan(emulation, dtypes, topk):
     signs = torch.where(ahead == 0, -keys.float().abs(), keys.float())
     keys.copy_(torch.where(ahead == 2, torch.zeros_like(signs), signs).to(keys.dtype))
     query[7, 1, 5] = torch.nan  # a row of NaN scores
+    keys[table[0, 1:4].long(), 9, 5] = torch.nan  # a block's other keys still count
     with emulation.policy("eager+race"):
         check((query, keys, table), lengths, topk=topk)
 
