@@ -229,7 +229,7 @@ SM100 = [
            "prefill_f16_f16_r16_sm100a", "prefill_sm100.py::test_against_float64[overlapping-1]"),
     kernel("prefill: the row's place in a token of 8 heads as of 16", "sm100/prefill.py", "Int64(row & (self.rows - 1))",
            "Int64(row & 15)", "prefill_f16_f16_r8_sm100a", "prefill_sm100.py::test_against_float64[group of 8-1]"),
-    kernel("prefill: a negative scale turns what is masked", "sm100/prefill.py",
+    kernel("prefill: what is masked has the sign of the scale", "sm100/prefill.py",
            "ptx.select(S[i] == Float32(softmax.NEG_INF), S[i], ptx.multiply(S[i], sign))", "ptx.multiply(S[i], sign)",
            "prefill_bf16_bf16_r16_sm100a", "prefill_sm100.py::test_scale_of_any_sign[-0.2-group16-sm_100]"),
     kernel("prefill: a missing first page is not hidden", "sm100/prefill.py", "(i <= limit) & (i >= hidden)", "i <= limit",
