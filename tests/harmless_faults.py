@@ -63,6 +63,12 @@ HARMLESS = (
     Harmless("prefill_combine_bf16_r16", "a group more may be pending", ">> cp.async.wait_group 0;  $L: ret;", ZEROS),
     Harmless("topk_*", "barrier dropped", ">> bar.sync 0;  $L: ret;", "it stands in front of the exit"),
     Harmless(
+        "topk_wide",
+        "shared store moved",
+        "mov.b32 %r, -1; { .reg .pred p; setp.ne.s32 p, %r, 0; @p >> st.shared.v2.b32 [%r] , {%r, %r}; } bra.uni $L; }",
+        "the list of the whole row, of which nobody reads what follows its k best",
+    ),
+    Harmless(
         "dense_bf16_m128",
         "barrier dropped",
         ">> bar.sync %r, 256;  shl.b32 %r, %r, 11;",

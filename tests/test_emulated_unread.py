@@ -36,7 +36,7 @@ def test_sm100_scales(emulation):
 
 def with_workspaces(device):
     """Outputs of operators that allocate, by name: formulations of sparse attention (launch/prefill.h), dense attention in
-    splits, both ways of selection that store something."""
+    splits, all ways of selection."""
     lists = {}
     for kv, formulations in ((BF16, (1, 2, 4)), (E4M3, (1, 2, 5 if device == "sm_90" else 4))):
         case = cases.make([40, 3, 20], [600, 255, 400], heads=(32, 2), dtype=BF16, kv_dtype=kv, topk=4, style="wild")
