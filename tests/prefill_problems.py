@@ -255,6 +255,19 @@ def dense(name, dtype):
     return case, causal
 
 
+def apart(tokens, dtype, falling):
+    """Dense attention: each block's logits are 9.5 powers of two above those of the block before it or behind it, and its
+    values as much smaller. So rows move their references, whichever end the walk begins at, and all blocks count alike."""
+    case = cases.make([tokens], [384], heads=(16, 1), dtype=dtype, style="clean", seed=tokens)
+    case.q.fill_(0.25)
+    step = 9.5 * math.log(2) / (32 * 128**-0.5)
+    for i, page in enumerate(case.block_table[0, :3].tolist()):
+        above = 2 - i if falling else i
+        case.k_cache[page] = step * above
+        case.v_cache[page] *= 2.0 ** (9.5 * (1 - above))
+    return case
+
+
 def scoring(page, dtypes):
     """Arguments of select_blocks and block_scores for prompts beside decode tokens."""
     return cases.make(

@@ -74,6 +74,14 @@ def test_scale_of_any_sign(emulation, scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [2, 40])
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+def test_references_that_move(emulation, tokens, dtype, falling):
+    """What is rescaled still counts."""
+    check(problems.apart(tokens, dtype, falling))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("tokens", [1, 150])
 def test_many_requests_and_pages(emulation, tokens, dtype):
     """More requests than a round of the search looks at, more page numbers than a warp holds."""

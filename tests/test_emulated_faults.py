@@ -168,7 +168,7 @@ def combined(group):
 
 
 def dense(q_lens, kv_lens):
-    """Then a negative scale, all of a request's keys seen by all rows, and pages outside the cache."""
+    """Then a negative scale, all of a request's keys seen by all rows, and pages outside the cache. Then references that move."""
     case = cases.make(q_lens, kv_lens, heads=(16, 1), dtype=BF16, seed=3)
     other = cases.make(q_lens, kv_lens, heads=(16, 1), dtype=BF16, seed=4, page=64)
     other.block_table[0, 2], other.block_table[0, 5] = -1, other.k_cache.shape[0]
@@ -185,7 +185,9 @@ def dense(q_lens, kv_lens):
 
         return run
 
-    return [attended(case, 128**-0.5, True), attended(other, -0.2, False)]
+    moving = [problems.apart(2 * q_lens[0], BF16, falling) for falling in (False, True)]
+    scaled = [attended(each, 128**-0.5, True) for each in (case, *moving)]
+    return [scaled[0], attended(other, -0.2, False), *scaled[1:]]
 
 
 def scored(tensors, lengths, way, topk, local=0, init=0):
@@ -242,10 +244,7 @@ BLACKWELL = {  # all tiles in one CTA
     "prefill_bf16_e4m3_r16": bind(prefill, [14, 5, 9], [500, 77, 300], (16, 1), E4M3, False),
     "prefill_union_e4m3": bind(prefill, [14, 5, 9], [500, 77, 300], (16, 1), E4M3, True),
 }  # fmt: skip
-LARGE_BLACKWELL = {
-    "dense_bf16_m128": bind(dense, [2, 1], [700, 200]), "dense_bf16_m256": bind(dense, [20, 5], [700, 200]),
-    "prefill_score_bf16_e4m3_top16": bind(prefill_score, BF16, E4M3, FUSED, 2),
-}  # fmt: skip
+LARGE_BLACKWELL = {"prefill_score_bf16_e4m3_top16": bind(prefill_score, BF16, E4M3, FUSED, 2)}
 # CTAs of those that take any number: few, so that each has several tiles and its rings come round.
 PERSISTENT = {name: 2 if "score" in name else 1 for name in LARGE if name.startswith("prefill")}
 
