@@ -3,11 +3,12 @@ tests beside each; then tests/test_emulated_faults.py, which does the same to th
 
     python tests/mutation.py [--only TEXT] [--smoke] [--python] [--missing] [--write]
 
-Each mutant is a copy of the package (or of the launcher, compiled: one file and the link; or of the kernels' sources, of
-which a few programs are compiled) in a temporary folder; nothing in the tree changes. Python's tests run in a child forked after torch was imported. A mutant that its tests pass is a
-survivor: exit status 1. A kernel's fault must be noticed too, or be declared in harmless_faults.py. `--write` puts each result
-into docs/measurements/mutation.json and the tables made of them into docs/mutation.md; `--missing` runs what is not noticed
-there. The kernels' part goes by programs, whose records it finds in build/ptx_emulator/faults.
+Each mutant is a copy of the package (or of the launcher, compiled: one file and the link; or of the kernels' sources,
+of which a few programs are compiled) in a temporary folder; nothing in the tree changes. Python's tests run in a
+child forked after torch was imported. A mutant that its tests pass is a survivor: exit status 1. A kernel's fault
+must be noticed too, or be declared in harmless_faults.py. `--write` puts each result into
+docs/measurements/mutation.json and the tables made of them into docs/mutation.md; `--missing` runs what is not
+noticed there. The kernels' part goes by programs, whose records it finds in build/ptx_emulator/faults.
 """
 
 import argparse

@@ -54,19 +54,32 @@ def test_selection(page, dtypes):
         assert torch.equal(select(topk, FUSED), ids)
 
 
-@pytest.mark.parametrize("dtype", [problems.BF16, problems.FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", problems.DENSE)
-def test_dense_attention(name, dtype):
-    case, causal = problems.dense(name, dtype)
+def check_dense(case, causal):
     args, options = case.dense()
     want = oracle.dense_attention(*args, **options, causal=causal, softmax_scale=128**-0.5)
     args, options = [place(x) for x in args], {key: place(x) for key, x in options.items()}
     lengths, scales = (options["cu_seqlens_q"], options["seqused_k"]), (options["k_scale"], options["v_scale"])
     for splits in (1, 3):
-        out = place(cases.nan_like(case.q.shape, dtype))
+        out = place(cases.nan_like(case.q.shape, case.q.dtype))
         lse = place(cases.nan_like(case.q.shape[:2], torch.float32))
         ops.BUILT["dense_attention", "aot"](out, lse, *args, *lengths, 128**-0.5, causal, *scales, splits)
         oracle.check_attention(out.cpu(), lse.cpu(), *want)
+
+
+each_dense_dtype = pytest.mark.parametrize("dtype", [problems.BF16, problems.FP16], ids=["bf16", "fp16"])
+
+
+@each_dense_dtype
+@pytest.mark.parametrize("name", problems.DENSE)
+def test_dense_attention(name, dtype):
+    check_dense(*problems.dense(name, dtype))
+
+
+@each_dense_dtype
+@pytest.mark.parametrize("tokens", [2, 40])
+@pytest.mark.parametrize("falling", [False, True], ids=["rising", "falling"])
+def test_dense_references_that_move(falling, tokens, dtype):
+    check_dense(problems.apart(tokens, dtype, falling), True)
 
 
 @pytest.mark.parametrize("dtypes", problems.DTYPES, ids=problems.names)
