@@ -179,19 +179,24 @@ def top_level(node):
 
 
 def test_operator_registrations_use_the_namespace(project):
-    """kernel-builder refuses a torch.library decorator whose first argument isn't this very call."""
-    decorators = {"custom_op", "triton_op", "register_kernel", "register_fake", "register_vmap"}
+    """kernel-builder refuses a torch.library decorator whose first argument isn't this very call. A plain call may name a
+    variable that holds its result."""
+    registrations = {"custom_op", "triton_op", "register_kernel", "register_fake"}
+
+    def prefixed(node):
+        return isinstance(node, ast.Call) and called(node) == "add_op_namespace_prefix"
+
     found = 0
     for path in project.python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
-            for decorator in getattr(node, "decorator_list", []):
-                if not isinstance(decorator, ast.Call) or not decorator.args or called(decorator) not in decorators:
-                    continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        decorators = [each for node in nodes for each in getattr(node, "decorator_list", [])]
+        held = {node.targets[0].id for node in nodes if isinstance(node, ast.Assign) and prefixed(node.value)}
+        for node in nodes:
+            if isinstance(node, ast.Call) and node.args and called(node) in registrations:
                 found += 1
-                name = decorator.args[0]
-                assert isinstance(name, ast.Call) and called(name) == "add_op_namespace_prefix", (
-                    f"{path.name}:{node.lineno}"
-                )
+                name = node.args[0]
+                variable = node not in decorators and isinstance(name, ast.Name) and name.id in held
+                assert prefixed(name) or variable, f"{path.name}:{node.lineno}"
     assert found > 0
 
 
